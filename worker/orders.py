@@ -23,7 +23,15 @@ from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
 from core.spec.run.folder import CHECKPOINTS
-from core.spec.run.orders import DatasetOrder, MemoryLimit, PrepareOrder, ResumePoint, RunOrder, SessionOrder
+from core.spec.run.orders import (
+    DatasetOrder,
+    MemoryLimit,
+    PrepareOrder,
+    ResumePoint,
+    RunOrder,
+    ServingOrder,
+    SessionOrder,
+)
 from core.spec.settled import method_of
 from core.storage.layout import Layout
 
@@ -150,6 +158,15 @@ def session_order(
         memory_bytes=settings.cpu_slot_bytes or None if claim.slot.kind == "cpu" else None,
         session_dir=str(layout.session(claim.token.job_id)),
     )
+
+
+def serving_order(
+    claim: Claim, settings: Settings, layout: Layout, held_at: float, selftest: Verdict | None = None
+) -> ServingOrder:
+    """As `session_order`, for a model that is served."""
+    given = session_order(claim, settings, layout, held_at, selftest)
+    fields = {name: getattr(given, name) for name in RunOrder.model_fields}
+    return ServingOrder(**fields, slots=settings.serving_slots, adapters=settings.serving_adapters)
 
 
 def _prepared(claim: Claim, layout: Layout) -> dict[str, Any]:

@@ -19,6 +19,7 @@ TOPICS = {
     "pipelines": "Pipelines",
     "sweeps": "Sweeps",
     "sessions": "Sessions",
+    "serving": "Serving",
     "models": "Models",
     "files": "Training data",
     "queue": "Queue, GPUs, quotas",

@@ -38,6 +38,7 @@ TABLES = (
     "sweeps",
     "sessions",
     "session_operations",
+    "servings",
     "pipelines",
     "pipeline_steps",
     "pipeline_events",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from python_multipart.exceptions import MultipartParseError
@@ -15,8 +15,10 @@ MAX_FIELD_BYTES = 1024
 
 
 class UploadForm:
-    """Feed it chunks of a body. `on_field` is called with name and value, `on_file` with the file's name,
-    `on_data` with its bytes. Raises BadRequest for a malformed body, unknown fields and a second file."""
+    """Feed it chunks of a body. `on_field` is called with name and value, `on_file` with the file's name, and `on_data`
+    with its bytes: once a chunk for each file, since the parser cuts a file where a boundary might begin, into very
+    many pieces, if somebody wants that. Raises BadRequest for a malformed body, unknown fields, and a second file
+    unless there may be `several`."""
 
     def __init__(
         self,
@@ -25,13 +27,16 @@ class UploadForm:
         on_field: Callable[[str, str], None],
         on_file: Callable[[str | None], None],
         on_data: Callable[[bytes], None],
+        fields: Sequence[str] = FIELDS,
+        several: bool = False,
     ) -> None:
         _, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if not boundary or len(boundary) > 200:
             raise BadRequest("multipart/form-data needs its boundary in the Content-Type", field="content-type")
+        self._fields, self._several = fields, several
         self._on_field, self._on_file, self._on_data = on_field, on_file, on_data
-        self._header, self._value = bytearray(), bytearray()
+        self._header, self._value, self._gathered = bytearray(), bytearray(), bytearray()
         self._headers: dict[bytes, bytes] = {}
         self._name = ""
         self._seen: set[str] = set()
@@ -53,6 +58,7 @@ class UploadForm:
             self._parser.write(chunk)
         except MultipartParseError as error:
             raise BadRequest(f"the body is not valid multipart/form-data: {error}") from error
+        self._flush()
 
     def finish(self) -> None:
         """Raises BadRequest when the body broke off or had no file."""
@@ -78,21 +84,22 @@ class UploadForm:
     def _headers_finished(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = options.get(b"name", b"").decode(errors="replace")
-        if self._name not in FIELDS:
+        if self._name not in self._fields:
             raise BadRequest(
-                f"unknown form field `{printable(self._name)}`; {nearest(self._name, list(FIELDS))}",
+                f"unknown form field `{printable(self._name)}`; {nearest(self._name, list(self._fields))}",
                 field=printable(self._name),
             )
-        if self._name in self._seen:
+        if self._name in self._seen and not (self._several and self._name == "file"):
             raise BadRequest(f"the form field `{self._name}` stands twice", field=self._name)
         self._seen.add(self._name)
         if self._name == "file":
+            self._flush()
             filename = options.get(b"filename")
             self._on_file(None if filename is None else _decoded(filename))
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":
-            self._on_data(data[start:end])
+            self._gathered += data[start:end]
             return
         self._value += data[start:end]
         if len(self._value) > MAX_FIELD_BYTES:
@@ -100,10 +107,17 @@ class UploadForm:
 
     def _part_end(self) -> None:
         if self._name != "file":
+            self._flush()
             self._on_field(self._name, _decoded(bytes(self._value)))
 
     def _end(self) -> None:
         self.complete = True
+
+    def _flush(self) -> None:
+        if self._gathered:
+            data = bytes(self._gathered)
+            self._gathered.clear()
+            self._on_data(data)
 
 
 def _decoded(value: bytes) -> str:

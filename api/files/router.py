@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
-from starlette.requests import ClientDisconnect
 
 from api.auth.policy import Reading, Writing
-from api.deps import After, App, AppState, Limit
-from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable
+from api.deps import After, App, Limit
+from api.errors import BadRequest, UnsupportedMediaType, nearest, printable
 from api.files import budget, schemas, service
 from api.files.form import UploadForm
+from api.files.receiving import apart, batches
 from api.files.upload import FORMATS, Upload, checked_filename
 from api.handles import FileId
 from api.http.errors import responses
 from api.http.once import Asked, answer
 from api.http.ranges import FileReply
 from core.jobs.views import queries
-
-T = TypeVar("T")
 
 router = APIRouter(tags=["files"])
 
@@ -43,9 +38,6 @@ MEDIA_TYPES: dict[str, str] = {
     "parquet": "application/vnd.apache.parquet",
 }
 PURPOSES = ["fine-tune"]
-BATCH_BYTES = 1 << 20
-IDLE_SECONDS = 60.0
-"""An upload that brings nothing for so long is given up."""
 
 _ROW = '{"messages": [{"role": "user", "content": "lights on"}, {"role": "assistant", "content": "lights.on"}]}\n'
 _BODY = {
@@ -79,15 +71,13 @@ _BODY = {
 
 
 class Sink:
-    """Where the parser's findings go: the name is checked when it comes, the bytes go to the upload."""
+    """Where the parser's findings go: the name is checked when it comes."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
         self.filename: str | None = None
-        self._gathered = bytearray()
 
     def field(self, name: str, value: str) -> None:
-        self.flush()
         match name:
             case "format" | "columns":
                 self._upload.declare(name, value)
@@ -99,16 +89,6 @@ class Sink:
 
     def file(self, name: str | None) -> None:
         self.filename = checked_filename(name)
-
-    def data(self, data: bytes) -> None:
-        self._gathered += data
-
-    def flush(self) -> None:
-        """The parser cuts the file where a boundary might begin: into very many pieces, if somebody wants that."""
-        if self._gathered:
-            data = bytes(self._gathered)
-            self._gathered.clear()
-            self._upload.write(data)
 
 
 @router.post(
@@ -160,21 +140,16 @@ async def upload_file(
                 upload.declare("format", format)
             if columns is not None:
                 upload.declare("columns", columns)
-            async for batch in _batches(request):
-                await _apart(request, app, upload, upload.write, batch)
+            async for batch in batches(request):
+                await apart(request, app, upload.leave, upload.write, batch)
         else:
             sink = Sink(upload)
-            form = UploadForm(content_type, on_field=sink.field, on_file=sink.file, on_data=sink.data)
-
-            def feed(batch: bytes) -> None:
-                form.feed(batch)
-                sink.flush()
-
-            async for batch in _batches(request):
-                await _apart(request, app, upload, feed, batch)
+            form = UploadForm(content_type, on_field=sink.field, on_file=sink.file, on_data=upload.write)
+            async for batch in batches(request):
+                await apart(request, app, upload.leave, form.feed, batch)
             form.finish()
             raw_name = sink.filename
-        stored = await _apart(request, app, upload, upload.finish)
+        stored = await apart(request, app, upload.leave, upload.finish)
         assert raw_name is not None
         name = raw_name
         sent = {"filename": name, "sha256": stored.sha256, "declared": upload.declared}
@@ -188,48 +163,6 @@ async def upload_file(
         if not kept:  # refused, broken off, or the client has left
             upload.abort()
     return reply
-
-
-async def _apart(request: Request, app: AppState, upload: Upload, work: Callable[..., T], *arguments: object) -> T:
-    """Work of an upload, on the threads that uploads have for themselves. Raises ClientDisconnect, and ends the check,
-    as soon as the client has left."""
-    gone: asyncio.Event | None = getattr(request.state, "gone", None)
-    context = contextvars.copy_context()
-    doing = asyncio.get_running_loop().run_in_executor(app.upload_threads, lambda: context.run(work, *arguments))
-    if gone is None:
-        return await doing
-    leaving = asyncio.ensure_future(gone.wait())
-    either: set[asyncio.Future[Any]] = {doing, leaving}
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            doing.cancel()  # where it has not begun
-            upload.leave()
-            await asyncio.gather(doing, return_exceptions=True)
-            raise ClientDisconnect
-        return doing.result()
-    finally:
-        leaving.cancel()
-
-
-async def _batches(request: Request) -> AsyncIterator[bytes]:
-    """The body in pieces of about a MiB, so that few of them change threads."""
-    stream = request.stream()
-    batch = bytearray()
-    while True:
-        try:
-            async with asyncio.timeout(IDLE_SECONDS):
-                chunk = await anext(stream, None)
-        except TimeoutError as error:
-            raise RequestTimeout(f"the upload brought nothing for {IDLE_SECONDS:.0f} seconds") from error
-        if chunk is None:
-            break
-        batch += chunk
-        if len(batch) >= BATCH_BYTES:
-            yield bytes(batch)
-            batch.clear()
-    if batch:
-        yield bytes(batch)
 
 
 @router.get(

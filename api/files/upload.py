@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import unicodedata
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, assert_never, get_args
@@ -103,7 +104,7 @@ class Upload:
         check = self._begun()
         check.send(data)
         self._hash.update(data)
-        with _disk_errors():
+        with disk_errors():
             view = memoryview(data)
             while view:
                 view = view[os.write(self._descriptor, view) :]
@@ -119,7 +120,7 @@ class Upload:
         if not report.ok or report.format is None:
             self._refuse(report)
         assert report.format is not None
-        with _disk_errors():
+        with disk_errors():
             os.fsync(self._descriptor)
             self._close()
             self._incoming.finish()
@@ -181,7 +182,7 @@ def _columns(value: str) -> dict[str, str]:
         raise BadRequest(words, field="columns") from error
 
 
-class _disk_errors:  # noqa: N801 -- reads as a word behind `with`
+class disk_errors:  # noqa: N801 -- reads as a word behind `with`
     """A full disk or quota is an answer for the user, not a defect."""
 
     def __enter__(self) -> None:
@@ -215,13 +216,16 @@ def checked_filename(name: str | None) -> str:
 def remove_stale(layout: Layout, older_than: float = STALE_SECONDS) -> list[Path]:
     """Parts that a killed process left behind. An upload that is still going on has been written to since."""
     removed = []
-    for part in layout.uploads.glob("file-*.part"):
+    for part in [*layout.uploads.glob("file-*.part"), *layout.uploads.glob("upload-*/*")]:
         try:
             if time.time() - part.stat().st_mtime > older_than:
                 part.unlink()
                 removed.append(part)
         except FileNotFoundError:
             continue  # its own process was quicker
+    for folder in {part.parent for part in removed} - {layout.uploads}:
+        with suppress(OSError):  # a part of it is younger
+            folder.rmdir()
     if removed:
         log.info("removed %d uploads that a killed process had left behind", len(removed))
     return removed

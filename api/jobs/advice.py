@@ -14,8 +14,7 @@ from core.plan import advice
 from core.plan.steps import estimated_steps, step_size
 from core.spec.axes.batching import Rows
 from core.spec.axes.data import format_of
-from core.spec.axes.method import Auto, Full, LoRA
-from core.spec.axes.optimizer import AdamW
+from core.spec.axes.method import Auto
 from core.spec.axes.pairs import told
 from core.spec.job import JobSpec
 
@@ -50,14 +49,10 @@ def _steps(session: Session, project_id: str, spec: JobSpec) -> tuple[int | None
 def _rates(spec: JobSpec, planned: dict[str, Any]) -> list[Fault]:
     """One for each method that the job would come to on a slot here."""
     found: dict[str, Fault] = {}
-    if not isinstance(spec.optimizer, AdamW):
-        return []  # the usual rates are AdamW's
-    rate = spec.optimizer.learning_rate
     for place in planned["places"]:
         kind = place["method"]["type"]
         where = f" on {place['slots'][0]}" if place["slots"] else ""
-        method = Full() if kind == "full" else LoRA()
-        fault = advice.of_rate(method, rate, where)
+        fault = advice.of_rate(spec, kind, where)
         if place["fits"] and fault is not None:
             found.setdefault(kind, fault)
     return list(found.values())

@@ -158,7 +158,7 @@ def _place(
     seats: Sequence[SlotState],
 ) -> dict[str, Any]:
     slot = seats[0].slot
-    settled = auto_method.settle(spec, shape, rows.longest, slot)
+    settled = auto_method.settle(spec, shape, rows.longest, slot, rows.training)
     lacks = Needs.of(spec.resources).missing(slot)
     short = [] if takes is None else takes.missing(slot)
     fits = takes is not None and not (lacks or short)
@@ -186,7 +186,7 @@ def _place(
 
 def _unplaced(spec: JobSpec, shape: Shape, rows: RowLengths) -> dict[str, Any]:
     """Where no slot is registered: a GPU of which nothing is known."""
-    settled = auto_method.settle(spec, shape, rows.longest, fit.GPU)
+    settled = auto_method.settle(spec, shape, rows.longest, fit.GPU, rows.training)
     planned = plan(settled.spec, shape, longest=rows.longest, device=fit.device_of(fit.GPU))
     return (
         {

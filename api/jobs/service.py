@@ -260,13 +260,13 @@ class Jobs:
         faults: list[Fault | None] = []
         match spec.model:
             case LocalModel(path=path) | GGUFModel(path=str(path)):
-                faults.append(self._path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
+                faults.append(self.path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
             case GGUFModel() | HubModel() | JobModel() | RegistryModel():
                 pass
         for field, source in [] if rowless else _sources(spec):
             if isinstance(source, PathSource):
                 roots = self._settings.data_roots
-                faults.append(self._path_fault(source.path, roots, f"{field}.path", "EFT_DATA_ROOTS"))
+                faults.append(self.path_fault(source.path, roots, f"{field}.path", "EFT_DATA_ROOTS"))
         trained = {os.path.realpath(one.path) for _, one in singles(spec.data.train, "") if isinstance(one, PathSource)}
         for field, source in singles(spec.data.eval, "data.eval") if spec.data.eval is not None else ():
             if isinstance(source, PathSource) and os.path.realpath(source.path) in trained:
@@ -284,7 +284,8 @@ class Jobs:
             for webhook_id in strange
         ]
 
-    def _path_fault(self, path: str, roots: Sequence[Path], field: str, setting: str) -> Fault | None:
+    def path_fault(self, path: str, roots: Sequence[Path], field: str, setting: str) -> Fault | None:
+        """What is wrong with a path that must lie below these roots, symbolic links followed."""
         if not path.startswith("/"):
             full = f"give the full path, from `/` on, below one of the folders in {setting}"
             words = hints.of_source(path) if field.startswith("data.") else full

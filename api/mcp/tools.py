@@ -48,6 +48,7 @@ OPERATIONS = (
     Operation("job_metrics", "GET", "/jobs/{job_id}/metrics", hidden=("format",), usual={"points": 50}),
     Operation("job_log", "GET", "/jobs/{job_id}/logs", hidden=("offset",), usual={"tail": 100}),
     Operation("job_samples", "GET", "/jobs/{job_id}/samples"),
+    Operation("job_rollouts", "GET", "/jobs/{job_id}/rollouts", usual={"limit": 20}),
     Operation("pause_job", "POST", "/jobs/{job_id}/pause"),
     Operation("resume_job", "POST", "/jobs/{job_id}/resume"),
     Operation("cancel_job", "POST", "/jobs/{job_id}/cancel"),

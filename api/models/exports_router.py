@@ -50,6 +50,9 @@ class ExportWish(Body):
 
     export: Annotated[Exports, Field(min_length=1)]
     """Formats, e.g. `[merged]` or `[{type: gguf, quantization: Q4_K_M}]` (docs/exports.md)."""
+    max_runtime_seconds: Annotated[int, Field(ge=1, le=31_536_000)] | None = None
+    """Time in which they must be made once a worker has begun, in seconds; beyond it the export fails. Default: no
+    limit."""
 
 
 class ExportView(BaseModel):
@@ -107,7 +110,9 @@ async def export_model(request: Request, model_id: ModelId, principal: Writing, 
 
     def ask(session: Session) -> dict[str, Any]:
         _, job = entries.find(session, principal, model_id, lock=True)
-        made = exports.ask(session, principal, job, wish.export, VolumeLimits.of(app.settings))
+        bounds = VolumeLimits.of(app.settings)
+        seconds = wish.max_runtime_seconds
+        made = exports.ask(session, principal, job, wish.export, bounds, max_runtime_seconds=seconds)
         return export_view(made, model_id)
 
     def write() -> Response:

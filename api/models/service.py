@@ -25,6 +25,8 @@ def delete(
             removed = entries.remove(session, actor, model_id)
             folders = [layout.artifacts(removed.job_id, number) / name for number, name in sorted(removed.folders)]
             folders += [layout.job(export) for export in removed.exports]
+            if removed.job_id.startswith("upload-"):
+                folders = [layout.job(removed.job_id)]
             if not settings.is_remote:
                 for folder in folders:
                     if folder.is_dir():

@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_never
 from api.notices.addresses import parse
 from api.view import iso
 from core.db.tables import Delivery
-from core.jobs.base.deliveries import PIPELINE_EVENTS, TEST
+from core.jobs.base.deliveries import PIPELINE_EVENTS, SWEEP_EVENTS, TEST
 
 Kind = Literal["standard", "chat"]
 DISCORD = ("discord.com", "discordapp.com")
@@ -64,8 +64,8 @@ def document(delivery: Delivery, site: str) -> dict[str, Any]:
     data = {name: iso(value) if name in TIMES else value for name, value in delivery.data.items()}
     if delivery.job_id is not None:
         data["url"] = f"{site}/jobs/{delivery.job_id}"
-    elif delivery.type in PIPELINE_EVENTS:
-        data["url"] = f"{site}/pipelines/{data['id']}"
+    elif delivery.type in (*PIPELINE_EVENTS, *SWEEP_EVENTS):
+        data["url"] = f"{site}/{delivery.type.partition('.')[0]}s/{data['id']}"
     return {"type": delivery.type, "timestamp": iso(delivery.created_at), "data": data}
 
 

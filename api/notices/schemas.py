@@ -12,7 +12,7 @@ from api.notices.addresses import NotAllowed, parse
 from api.notices.render import Kind
 from api.view import iso, view_of
 from core.db.tables import Delivery, Webhook
-from core.jobs.base.deliveries import EVENTS, PIPELINE_EVENTS
+from core.jobs.base.deliveries import EVENTS, PIPELINE_EVENTS, SWEEP_EVENTS
 
 EventName = Literal[
     "job.started",
@@ -23,8 +23,11 @@ EventName = Literal[
     "pipeline.succeeded",
     "pipeline.failed",
     "pipeline.cancelled",
+    "sweep.succeeded",
+    "sweep.failed",
+    "sweep.cancelled",
 ]
-assert {*EVENTS.values(), *PIPELINE_EVENTS} == set(get_args(EventName))
+assert {*EVENTS.values(), *PIPELINE_EVENTS, *SWEEP_EVENTS} == set(get_args(EventName))
 
 
 def _url(url: str) -> str:

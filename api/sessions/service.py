@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from api.jobs.service import Jobs
 from api.sessions import schemas
 from core.db.engine import Database
 from core.db.tables import SessionOperation
-from core.errors import Fault, SpecError
+from core.errors import Fault, NotFound, SpecError
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.sessions import log, records
 from core.jobs.policies import quotas
@@ -67,9 +68,11 @@ class Sessions:
         return schemas.session_view(found)
 
     def accept(self, actor: Actor, session_id: str, sent: Sent) -> int:
-        """Write an operation into the log; its position. Raises NotFound, Conflict, QueueFull, NoSpace."""
+        """Write an operation into the log; its position. Raises NotFound, Conflict, SpecError, QueueFull,
+        NoSpace."""
         with self._database.read() as session:
             records.find(session, actor, session_id)  # before anything is written
+            self._check_folder(session, actor, sent.operation.get("folder"))
         self._layout.require_space(self._settings.min_free_bytes, len(sent.tensors))
         folder = self._layout.session(session_id)
         sha256, aside = log.digest(sent.operation, sent.tensors), log.put_aside(folder, sent.tensors)
@@ -95,6 +98,32 @@ class Sessions:
                 log.bring_back(session, records.find(session, actor, session_id, lock=True), actor)
         body = log.result_path(self._folder(session_id), position).read_bytes() if row.result_bytes else b""
         return found, row, body
+
+    def _check_folder(self, session: Session, actor: Actor, folder: str | None) -> None:
+        """An operation reads what a session of the project has saved, or what lies below EFT_MODEL_ROOTS. Raises
+        NotFound, SpecError."""
+        if folder is None:
+            return
+        field = "operation.folder"
+        if (saver := self._saver(folder)) is not None:
+            try:
+                records.find(session, actor, saver)
+            except NotFound as error:
+                raise NotFound("no session of this project has saved this adapter", field=field) from error
+        elif fault := self._jobs.path_fault(folder, self._settings.model_roots, field, "EFT_MODEL_ROOTS"):
+            raise SpecError(fault.message, field=field, code=fault.code)
+
+    def _saver(self, folder: str) -> str | None:
+        """The session that has saved a folder, symbolic links followed."""
+        try:
+            real = Path(os.path.realpath(folder))
+        except (OSError, ValueError):
+            return None
+        runs = Path(os.path.realpath(self._layout.runs))
+        match real.relative_to(runs).parts if folder.startswith("/") and real.is_relative_to(runs) else ():
+            case (saver, "session", "saved", _):
+                return saver
+        return None
 
     def _folder(self, session_id: str) -> Path:
         return self._layout.session(session_id)

@@ -12,7 +12,7 @@ from api.deps import App, authorise, public
 from api.events.router import EventStream, while_allowed
 from api.web import render, signin_router
 from api.web.changes import Changes
-from api.web.pages import box_router, compare_router, files_router, jobs_router, models_router, new_router
+from api.web.pages import box_router, compare_router, files_router, jobs_router, models_router, new_router, try_router
 from core.errors import NotFound
 
 _open = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[PUBLIC, Depends(public)])
@@ -71,5 +71,6 @@ ROUTERS = (
     box_router.router,
     files_router.router,
     models_router.router,
+    try_router.router,
 )
 """All of the dashboard. None is in the OpenAPI document, and each states the policy of its pages."""

@@ -19,13 +19,10 @@ from eft.commands import (
     jobs,
     labels,
     look,
-    models,
-    pipelines,
     plan,
-    serve,
-    sweeps,
 )
 from eft.commands.admin import access, box, gpu, queue, webhooks, worker
+from eft.commands.models import pipelines, push, registry, serve, sweeps
 from eft.manual.source import HEADINGS, manual
 from eft.terminal.app import App, Root
 from eft.version import VERSION
@@ -56,6 +53,7 @@ for verb in (
     look.diff,
     jobs.check,
     data.samples,
+    data.rollouts,
     artifacts.download,
     artifacts.open_it,
     jobs.pause,
@@ -73,7 +71,8 @@ for verb in (
 app.command("jobs", hidden=True)(jobs.ls)
 app.command("status", hidden=True)(jobs.status)
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel=JOBS)
-app.add_typer(models.app, name="models", rich_help_panel=MODELS)
+app.add_typer(registry.app, name="models", rich_help_panel=MODELS)
+app.command(rich_help_panel=MODELS)(push.push)
 app.command(rich_help_panel=MODELS)(serve.serve)
 app.command(rich_help_panel=MODELS)(pipelines.lineage)
 app.add_typer(pipelines.app, name="pipelines", rich_help_panel=MODELS)

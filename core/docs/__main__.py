@@ -217,9 +217,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m core.docs", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is stale")
     if parser.parse_args().check:
-        for name in stale():
+        found = stale()
+        for name in found:
             print(f"docs/{name} is stale: run `make docs`", file=sys.stderr)
-        return int(bool(stale()))
+        return int(bool(found))
     for name in stale():
         (HOME / "docs" / name).write_text(PAGES[name](), encoding="utf-8")
         print(f"docs/{name} written")

@@ -20,6 +20,8 @@ class Kind(StrEnum):
     """Render the rows of a file as a training would."""
     SESSION = "session"
     """Answer operations of a training loop that runs elsewhere."""
+    SERVING = "serving"
+    """Answer requests to a model, of the lowest priority."""
     EXPORT = "export"
     """Make formats of a model that was trained before."""
 
@@ -44,7 +46,9 @@ class ChildKind:
     stream: bool = False
     """Whether it is given one end of a socket pair."""
     billed: bool = False
-    """Whether its time counts in fair share and against `resources.max_runtime_seconds`."""
+    """Whether its time counts in fair share."""
+    limited: bool = False
+    """Whether `resources.max_runtime_seconds` bounds its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +71,15 @@ def _silence_of_training(phase: str, settings: Settings) -> float:
 
 CHILDREN: Mapping[Kind, ChildKind] = {
     Kind.PREPARE: ChildKind("core.train.entry.prepare", network=True, silence=_silence_of_preparing),
-    Kind.TRAIN: ChildKind("core.train", standby=True, billed=True, silence=_silence_of_training),
+    Kind.TRAIN: ChildKind("core.train", standby=True, billed=True, limited=True, silence=_silence_of_training),
     Kind.PREVIEW: ChildKind("core.train.entry.preview", silence=_silence_of_training),
     Kind.SESSION: ChildKind(
-        "core.train.session", takes=Kind.TRAIN, stream=True, billed=True, silence=_silence_of_training
+        "core.train.session", takes=Kind.TRAIN, stream=True, billed=True, limited=True, silence=_silence_of_training
     ),
-    Kind.EXPORT: ChildKind("core.train.entry.export", silence=_silence_of_training),
+    Kind.SERVING: ChildKind(
+        "core.train.serving", takes=Kind.TRAIN, stream=True, billed=True, limited=True, silence=_silence_of_training
+    ),
+    Kind.EXPORT: ChildKind("core.train.entry.export", limited=True, silence=_silence_of_training),
 }
 
 ON_TRAINING_SLOTS = tuple(kind for kind, child in CHILDREN.items() if Kind.TRAIN in (kind, child.takes))

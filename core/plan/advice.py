@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from core.errors import Fault
 from core.plan.steps import micro_batch, step_size, warmup_steps
 from core.spec.axes.batching import Rows
-from core.spec.axes.method import Full, Method
 from core.spec.axes.optim.schedules import Warmup
 from core.spec.job import JobSpec
-from core.spec.resolve import LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL
+from core.spec.resolve import default_rates
 
 FEW_STEPS = 20
 """Optimizer steps; a run with fewer hardly learns anything."""
@@ -65,20 +64,16 @@ def _step(spec: JobSpec) -> str:
     return f"{step_size(spec)} rows" if isinstance(spec.batching, Rows) else f"up to {step_size(spec)} tokens"
 
 
-def of_rate(method: Method, rate: float | None, where: str) -> Fault | None:
-    """A warning where `method: auto` chose a method that the job's own learning rate does not suit. `where`: words for
-    the slot."""
-    if rate is None:
+def of_rate(spec: JobSpec, method: str, where: str) -> Fault | None:
+    """A warning where `method: auto` chose adapters and the job's own learning rate is one of all weights (for the
+    other case core/plan/candidates.py leaves full fine-tuning out). `method`: its type. `where`: words for the slot."""
+    rate, (adapters, full) = spec.optimizer.learning_rate, default_rates(spec)
+    if rate is None or method == "full" or full == adapters or rate > adapters / FAR_RATE:
         return None
-    full = isinstance(method, Full)
-    usual = LEARNING_RATE_FULL if full else LEARNING_RATE_ADAPTER
-    if rate < usual * FAR_RATE if full else rate > usual / FAR_RATE:
-        return None
-    kind = "full fine-tuning" if full else f"`{method.type}`"
     return Fault(
         "learning_rate_of_another_method",
-        f"`method: auto` comes to {kind}{where}, and `optimizer.learning_rate` is {rate:g}, where the default of that "
-        f"method is {usual:g}; leave the learning rate out, or name the method",
+        f"`method: auto` comes to `{method}`{where}, and `optimizer.learning_rate` is {rate:g}, where the default of "
+        f"that method is {adapters:g}; leave the learning rate out, or name the method",
         "optimizer.learning_rate",
     )
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from core.plan.advice import FAR_RATE
 from core.plan.compatibility import check
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA, SettledMethod
 from core.spec.axes.quantization import NF4, Int8, NoQuantization, Quantization
 from core.spec.axes.runtime import AutoStream, DiskStream, HostStream, NoStream
 from core.spec.job import JobSpec
-from core.spec.resolve import resolve
+from core.spec.resolve import default_rates, resolve
 
 FULL, LORA, LORA_INT8, QLORA, STREAMED = "full", "lora", "lora over int8", "qlora", "streamed"
 CHECKPOINTED = " with gradient checkpointing"
@@ -47,6 +48,7 @@ def _candidates(spec: JobSpec, auto: Auto) -> Iterator[Candidate]:
     lora, qlora = LoRA(**options), QLoRA(**options)
     as_asked = isinstance(stream, HostStream | DiskStream)
     resident: dict[str, Any] = {} if as_asked else {"stream": NoStream()}
+    rate, (adapters, full) = spec.optimizer.learning_rate, default_rates(spec)
     natural: tuple[tuple[str, SettledMethod, Quantization], ...] = (
         (FULL, Full(), NoQuantization()),
         (LORA, lora, NoQuantization()),
@@ -56,6 +58,10 @@ def _candidates(spec: JobSpec, auto: Auto) -> Iterator[Candidate]:
     for name, method, packing in natural:
         if asked is not None and asked.type != packing.type:
             yield Candidate(name, None, f"`quantization: {asked.type}` is asked for")
+            continue
+        if isinstance(method, Full) and rate is not None and full < adapters and rate >= FAR_RATE * full:
+            words = f"`optimizer.learning_rate: {rate:g}` is one of adapters: the default for all weights is {full:g}"
+            yield Candidate(name, None, words)
             continue
         rung = _candidate(name, spec, method, asked or packing, resident)
         yield rung

@@ -134,6 +134,20 @@ class SettingFields(BaseSettings):
     """Sessions that a user may have open at once, parked ones too (docs/sessions.md). 0: no limit."""
     max_operation_bytes: Bytes = 64 << 20
     """Size limit of one operation of a session, in bytes."""
+    serving_idle_seconds: Seconds = 300.0
+    """Time without a request after which the process that serves a model leaves its slot, in seconds
+    (docs/serving.md)."""
+    serving_slots: int = Field(default=16, ge=1, le=1024)
+    """Answers that such a process computes at once; others wait."""
+    serving_adapters: int = Field(default=16, ge=1, le=1024)
+    """Adapters that such a process keeps on its base at once."""
+    serving_max_tokens: int = Field(default=8192, ge=1, le=1 << 20)
+    """Maximum number of tokens of prompt and answer together, for a model that is served."""
+    serving_wait_seconds: Seconds = 600.0
+    """Time after which a request to a served model is answered with an error if it has no answer, in seconds."""
+    max_completions: Count = 64
+    """Requests to served models that a project may have open at once; beyond that they are rejected with 429.
+    0: no limit."""
     max_spec_bytes: Bytes = 1 << 30
     """Size limit of the specs of all jobs and previews of one project in the database, in bytes; beyond that submits
     are rejected with 507 until jobs are deleted (`eft delete`). 0: no limit."""

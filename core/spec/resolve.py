@@ -47,7 +47,7 @@ def resolve(spec: JobSpec) -> JobSpec:
     spec = _with_defaults_of_stage(spec)
     updates: dict[str, Any] = {}
     learning_rate: float | None
-    adapters, full = LEARNING_RATES.get(spec.stage.type, (LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL))
+    adapters, full = default_rates(spec)
     match spec.method:
         case LoRA() | QLoRA() | Auto():
             learning_rate = None if isinstance(spec.method, Auto) else adapters
@@ -62,8 +62,7 @@ def resolve(spec: JobSpec) -> JobSpec:
     if spec.quantization is None and not isinstance(spec.method, Auto):
         updates["quantization"] = NF4() if isinstance(spec.method, QLoRA) else NoQuantization()
     if spec.optimizer.learning_rate is None:
-        rate = None if learning_rate is None else usual_rate(spec.optimizer, learning_rate)
-        updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": rate})
+        updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": learning_rate})
     if isinstance(spec.stage, SFT) and spec.stage.loss_on is None:
         match format_of(spec.data.train):
             case "text":
@@ -129,6 +128,12 @@ def _with_defaults_of_stage(spec: JobSpec) -> JobSpec:
     if unsaid := {name: value for name, value in training.items() if name not in spec.training.model_fields_set}:
         updates["training"] = spec.training.model_copy(update=unsaid)
     return spec.model_copy(update=updates) if updates else spec
+
+
+def default_rates(spec: JobSpec) -> tuple[float, float]:
+    """The default learning rates of the job's stage and optimizer: of adapters, and of all parameters."""
+    adapters, full = LEARNING_RATES.get(spec.stage.type, (LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL))
+    return usual_rate(spec.optimizer, adapters), usual_rate(spec.optimizer, full)
 
 
 def usual_rate(optimizer: Optimizer, adamw: float) -> float:

@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import Literal
 
-ToolSet = Literal["gguf", "quants"]
+ToolSet = Literal["gguf", "quants", "compressed"]
 FOLDER = "tools"
 """Name of the folder below the cache."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -41,7 +42,7 @@ def spec(service: Service, models: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(service: Service, spec: dict[str, Any]) -> bytes:
+def undisturbed(service: Service, spec: dict[str, Any]) -> str:
     job_id = service.submit(spec)
     with Watch(service, job_id) as watch:
         service.wait(job_id, "succeeded", "failed")
@@ -49,8 +50,8 @@ def undisturbed(service: Service, spec: dict[str, Any]) -> bytes:
     return weights(service, job_id)
 
 
-def weights(service: Service, job_id: str) -> bytes:
-    return service.artifact(job_id, "adapter/adapter_model.safetensors")
+def weights(service: Service, job_id: str) -> str:
+    return hashlib.sha256(service.artifact(job_id, "adapter/adapter_model.safetensors")).hexdigest()
 
 
 class Watch:
@@ -114,7 +115,7 @@ def trainer_of(service: Service, job_id: str) -> int:
     return pid
 
 
-def test_kill_9_of_the_trainer(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+def test_kill_9_of_the_trainer(service: Service, spec: dict[str, Any], undisturbed: str) -> None:
     job_id = service.submit(spec)
     with Watch(service, job_id) as watch:
         service.wait_for_step(job_id, 11)  # one checkpoint is there, and most is yet to come
@@ -128,7 +129,7 @@ def test_kill_9_of_the_trainer(service: Service, spec: dict[str, Any], undisturb
     assert [step for step, _ in curve] == list(range(1, STEPS + 1))
 
 
-def test_kill_9_of_the_worker(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+def test_kill_9_of_the_worker(service: Service, spec: dict[str, Any], undisturbed: str) -> None:
     job_id = service.submit(spec)
     with Watch(service, job_id) as watch:
         service.wait_for_step(job_id, 11)  # one checkpoint is there, and most is yet to come
@@ -145,7 +146,7 @@ def test_kill_9_of_the_worker(service: Service, spec: dict[str, Any], undisturbe
     assert [step for step, _ in curve] == list(range(1, STEPS + 1)), "a hole where the worker died"
 
 
-def test_kill_9_of_the_api(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+def test_kill_9_of_the_api(service: Service, spec: dict[str, Any], undisturbed: str) -> None:
     job_id = service.submit(spec)
     service.wait_for_step(job_id, 15)
     api, trainer = service.pid("api"), trainer_of(service, job_id)
@@ -165,7 +166,7 @@ def answers(service: Service) -> bool:
         return False
 
 
-def test_sigterm_to_the_worker_hands_back(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+def test_sigterm_to_the_worker_hands_back(service: Service, spec: dict[str, Any], undisturbed: str) -> None:
     job_id = service.submit(spec)
     with Watch(service, job_id) as watch:
         service.wait_for_step(job_id, 13)
@@ -227,7 +228,7 @@ def test_a_drained_node_hands_back_and_loses_at_most_the_running_micro_step(
     assert weights(service, job_id) == weights(service, alone)
 
 
-def test_pause_and_resume(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+def test_pause_and_resume(service: Service, spec: dict[str, Any], undisturbed: str) -> None:
     job_id = service.submit(spec)
     with Watch(service, job_id) as watch:
         service.wait_for_step(job_id, 13)

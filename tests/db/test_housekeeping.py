@@ -46,6 +46,8 @@ def test_files_that_no_row_names_go_after_a_day_and_others_never(database: Datab
     for file_id in (named, orphan, young):
         layout.file(file_id).write_text("{}")
     (layout.files / "notes.txt").write_text("somebody's own")
+    model = new_id("upload")  # whose API was killed before its row
+    layout.artifacts(model, 1).mkdir(parents=True)
     row = {"filename": "a", "bytes": 2, "sha256": "0" * 64, "rows": 1, "format": "text"}
     with database.write() as session:
         session.execute(insert(File).values(id=named, owner_id="user-ada", project_id="proj-lab", **row))
@@ -55,7 +57,8 @@ def test_files_that_no_row_names_go_after_a_day_and_others_never(database: Datab
     assert remove_orphans(database, layout, older_than=-1.0) == [], "they are of another database"
     with database.write() as session:
         session.execute(update(Project).values(created_at=db_now() - 60))
-    assert sorted(remove_orphans(database, layout, older_than=-1.0)) == sorted([orphan, young])
+    assert sorted(remove_orphans(database, layout, older_than=-1.0)) == sorted([orphan, young, model])
+    assert not list(layout.runs.iterdir())
     assert sorted(path.name for path in layout.files.iterdir()) == sorted([named, "notes.txt"])
 
 

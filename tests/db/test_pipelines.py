@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
 import pytest
-from sqlalchemy import event, func, insert, select, update
+from sqlalchemy import func, insert, select, update
 
 from core.db.engine import Database
 from core.db.tables import (
@@ -36,6 +33,7 @@ from core.jobs.policies.volume import VolumeLimits
 from core.spec.job import JobSpec
 from core.spec.pipeline import parse_pipeline, stand_in
 from core.spec.resolve import resolve
+from tests.support.killed_change import killed, url_of
 
 ADA = Actor("user-ada", "proj-lab", "req-1")
 FILE = "file-0123456789abcdefghjkmnpqrs"
@@ -259,40 +257,6 @@ def test_what_a_running_pipeline_needs_cannot_be_deleted(lab: Database) -> None:
 # -- crashes and races
 
 
-def statements(url: str, pipeline_id: str, kill_at: int, counted: Any) -> None:
-    """Advance it in this process, which is killed before its n-th statement or commit."""
-    database, seen = Database(url), 0
-
-    def point(*_: Any) -> None:
-        nonlocal seen
-        seen += 1
-        counted.value = seen
-        if seen == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    for engine in {database._writer, database._reader}:
-        event.listen(engine, "before_cursor_execute", point)
-        event.listen(engine, "commit", point)
-    advance.advance(database, pipeline_id)
-    point()  # it is committed; the process ends before it knows
-    os._exit(0)
-
-
-def killed(database: Database, pipeline_id: str, at: int) -> bool:
-    """False: there is no such point."""
-    fork = multiprocessing.get_context("fork")
-    counted = fork.Value("i", 0)
-    process = fork.Process(target=statements, args=(url_of(database), pipeline_id, at, counted))
-    process.start()
-    process.join(60)
-    assert process.exitcode in (-signal.SIGKILL, 0), process.exitcode
-    return process.exitcode != 0
-
-
-def url_of(database: Database) -> str:
-    return database.url.render_as_string(hide_password=False)
-
-
 def consistent(database: Database, pipeline_id: str, submitted: int) -> None:
     rows = jobs(database)
     with database.read() as session:
@@ -314,7 +278,7 @@ def test_a_process_that_is_killed_at_any_point_submits_the_next_step_once_or_not
     at = 0
     while True:
         at += 1
-        if not killed(lab, pipeline_id, at):
+        if not killed(lab, lambda database: advance.advance(database, pipeline_id), at):
             break
         with lab.read() as session:
             here = session.execute(select(func.count()).select_from(Job)).scalar_one()

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import insert, select
 
 from core.db.engine import Database
-from core.db.tables import Job, Metric, SweepRow
+from core.db.tables import Delivery, Job, Metric, SweepRow, Webhook
 from core.errors import Conflict
 from core.jobs.base.slots import Slot
 from core.jobs.base.transitions import Actor, Token
@@ -20,6 +20,7 @@ from core.jobs.lifecycle.sweeps import advance, records, wishes
 from core.jobs.policies.volume import QueueFull, VolumeLimits
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
+from tests.support.killed_change import killed
 
 ADA = Actor("user-ada", "proj-lab", "req-1")
 SPEC = {"type": "grid", "fields": {"training.seed": [0]}, "metric": "eval_loss", "goal": "min", "halving": None}
@@ -79,6 +80,10 @@ def figures(value: float) -> Succeeded:
 
 
 def test_runs_are_ordinary_jobs_and_the_best_is_named_at_the_end(database: Database) -> None:
+    with database.write() as session:
+        about = {"name": "ci", "kind": "standard", "url": "https://ci", "secrets": [], "all_jobs": True}
+        owned = {"owner_id": ADA.user_id, "project_id": ADA.project_id}
+        session.execute(insert(Webhook).values(id="hook-1", events=["sweep.succeeded"], **about, **owned))
     sweep, jobs = make(database, 3)
     for number, outcome in enumerate((figures(2.0), figures(1.5), Failed("user", "x", "boom"))):
         assert turn(database) == []
@@ -87,6 +92,10 @@ def test_runs_are_ordinary_jobs_and_the_best_is_named_at_the_end(database: Datab
     status, reason, states = look(database, sweep)
     assert (status, states) == ("succeeded", ["succeeded", "succeeded", "failed"])
     assert reason == f"2 of 3 runs succeeded, 1 failed; best: `{jobs[1]}` with eval_loss 1.5"
+    with database.read() as session:
+        (notice,) = session.execute(select(Delivery)).scalars()
+    assert (notice.type, notice.data["id"], notice.data["best"]) == ("sweep.succeeded", sweep, jobs[1])
+    assert notice.data["reason"] == reason and notice.data["finished_at"] is not None
     with database.write() as session:
         wishes.remove(session, ADA, sweep)
         assert session.get_one(Job, jobs[0]).sweep_id is None
@@ -126,6 +135,37 @@ def test_the_worse_runs_stop_at_a_comparison_and_the_others_go_on(database: Data
     end(database, start(database, 6), figures(0.9))
     assert turn(database) == [True]
     assert look(database, sweep)[1] == (f"2 of 4 runs succeeded, 2 stopped early; best: `{jobs[1]}` with eval_loss 0.5")
+
+
+def test_a_process_that_is_killed_at_any_point_makes_a_comparison_once_or_not_at_all(database: Database) -> None:
+    """At every statement and every commit of the comparison, and then of the sweep's end."""
+    sweep, jobs = make(database, 3, {"steps": [2], "keep": 0.3})
+    for number, value in enumerate((3.0, 1.0, 2.0)):
+        token = start(database, number)
+        measure(database, token, 2, value)
+        if number < 2:
+            turn(database)
+            end(database, token, Requeued("stopped"))
+    before = look(database, sweep)
+    at = 1
+    while killed(database, lambda other: advance.advance(other, sweep), at):
+        if look(database, sweep) != before:
+            break  # the last point: it was killed once all was committed
+        at += 1
+    assert at > 8, "it was killed at each of its statements"
+    if look(database, sweep) == before:
+        assert turn(database) == [True]
+    assert look(database, sweep)[2] == ["cancelled", "queued", "stopping"]
+    with database.read() as session:
+        (made,) = session.get_one(SweepRow, sweep).rungs
+    assert (made["step"], set(made["stopped"])) == (2, {jobs[0], jobs[2]})
+    end(database, token, Requeued("stopped"))
+    end(database, start(database, 5), figures(0.5))
+    at = 1
+    while look(database, sweep)[0] == "running" and killed(database, lambda other: advance.advance(other, sweep), at):
+        at += 1
+    status, reason, _ = look(database, sweep)
+    assert at > 3 and (status, reason.partition(";")[0]) == ("succeeded", "1 of 3 runs succeeded, 2 stopped early")
 
 
 def test_cancel_ends_every_run_and_nothing_is_deleted_before(database: Database) -> None:

@@ -85,6 +85,23 @@ def test_the_largest_difference() -> None:
     assert found["largest"]["loss"]["relative"] == pytest.approx(0.1 / 1.1)
 
 
+@pytest.mark.parametrize(
+    ("trl", "ours", "relative"),
+    [
+        ([0.0, 0.2, -0.1], [1e-7, 0.2, -0.1], 1e-6),  # a margin that begins at 0
+        ([0.0, 0.2, -0.1], [0.0, 0.3, -0.1], 1.0),
+        ([0.0, 0.0], [0.0, 1e-7], 1e-7),
+        ([-1.0, -2.0], [-1.0, -2.2], 0.1),  # log-probabilities keep their sign
+    ],
+)
+def test_differences_near_zero_have_a_scale(trl: list[float], ours: list[float], relative: float) -> None:
+    found = compare(
+        {step: {"margin": value} for step, value in enumerate(ours)},
+        [{"step": step, "margin": value} for step, value in enumerate(trl)],
+    )
+    assert found["largest"]["margin"]["relative"] == pytest.approx(relative)
+
+
 STAGES: list[dict[str, Any]] = [
     {"type": "dpo"},
     {"type": "dpo", "loss": "robust", "label_smoothing": 0.1, "nll_weight": 0.5},

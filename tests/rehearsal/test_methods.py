@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load_file
 
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.batch import Batch
 from core.train.memory.transfer.transfer import StagedTransfer, Transfer
 from tests.rehearsal import numbers, support
-from tests.support.trainer import events, log, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, log, pairs, weights, weights_file, write_rows, write_run
 
 LORA, QLORA = {"type": "lora", "r": 4}, {"type": "qlora", "r": 4}
 CHECKPOINTED = {"gradient_checkpointing": True}
@@ -163,7 +163,7 @@ def test_a_way_of_training_is_the_cpus(train: Any, way: str, order: str) -> None
         return
     for (_, mine), (_, wanted) in zip(*figures, strict=True):
         assert mine == pytest.approx(wanted, rel=OFF[way])
-    tensors = [load(weights(folder)) for folder in (here, there)]
+    tensors = [load_file(weights_file(folder)) for folder in (here, there)]
     for name, wanted in tensors[1].items():
         assert (tensors[0][name] - wanted).abs().max() <= OFF[way] * wanted.abs().max(), name
 

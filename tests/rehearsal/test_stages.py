@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from safetensors.torch import load
+from safetensors.torch import load_file
 
 from core.spec.axes.optimizer import Optimizer
 from core.spec.axes.stage import Stage
@@ -14,7 +14,7 @@ from core.spec.run.exit_codes import EXIT_OK
 from tests.rehearsal.support import train
 from tests.support.preferences import judged, preferences
 from tests.support.rewards import solutions
-from tests.support.trainer import PLAIN, events, log, pairs, weights, write_rows, write_run
+from tests.support.trainer import PLAIN, events, log, pairs, weights_file, write_rows, write_run
 
 STAGES: dict[str, Any] = {arm.model_fields["type"].default: arm for arm in get_args(get_args(Stage)[0])}
 OPTIMIZERS = [arm.model_fields["type"].default for arm in get_args(get_args(Optimizer)[0])]
@@ -68,7 +68,7 @@ def test_two_steps_are_the_cpus(tmp_path: Path, tiny_dir: Path, name: str) -> No
     assert events(here, "run_record")[0]["record"]["environment"]["device"] == "cuda"
     losses = [[event["values"]["loss"] for event in events(folder, "metrics")] for folder in (here, there)]
     assert losses[0] == pytest.approx(losses[1], rel=OFF.get(name, 0), abs=0) and len(losses[0]) == 2
-    tensors = [load(weights(folder)) for folder in (here, there)]
+    tensors = [load_file(weights_file(folder)) for folder in (here, there)]
     for tensor, wanted in tensors[1].items():
         gap = (tensors[0][tensor].float() - wanted.float()).abs().max()
         assert gap <= OFF.get(name, 0) * wanted.abs().max(), tensor

@@ -22,6 +22,7 @@ from tests.support.trainer import ENVIRONMENT, events, weights, write_rows, writ
 ROWS, STEPS = 12, 3
 REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluation.reference:sync"
 PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backward"
+CONTINUED = "core.train.policy:PolicyModel.continued"
 TOKEN, REWARD = "core.train.generation.generator:choose", "core.train.rollout.answers:reward_of"
 ROLLOUTS = {
     "num_generations": 2, "max_completion_length": 6, "beta": 0.05, "num_iterations": 2, "temperature": 1.5,
@@ -42,6 +43,8 @@ class Case:
     """Fields of the stage."""
     experts: bool = False
     """Whether the model is a mixture of experts, trained with the loss of its routers on packed lines."""
+    tokens: int = 0
+    """Tokens of a packed batch; a step is one such batch unless the model is a mixture. 0: rows."""
 
 
 CASES = {
@@ -53,7 +56,13 @@ CASES = {
         (f"{TOKEN}#3", REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3", f"{TOKEN}#9", f"{REWARD}#2"),
         stage=ROLLOUTS,
     ),
-    "dpo of experts": Case(margins(ROWS), (f"{BACKWARD}#2", f"{BACKWARD}#4"), stage={"type": "dpo"}, experts=True),
+    # What KTO computes before a step goes through the model behind the only batch of that step.
+    "kto in one batch": Case(
+        judged(ROWS), (CONTINUED, f"{BACKWARD}#2", CONTINUED, f"{BACKWARD}#2"), stage={"type": "kto"}, tokens=100
+    ),
+    "dpo of experts": Case(
+        margins(ROWS), (f"{BACKWARD}#2", f"{BACKWARD}#4"), stage={"type": "dpo"}, experts=True, tokens=60
+    ),
     "rloo": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
         (REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3"),
@@ -84,8 +93,8 @@ def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
     case = CASES[stage]
     path = write_rows(folder.parent / f"{stage}.jsonl", case.rows)
     training = {
-        "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "precision": "bf16",
-        "max_length": 64,
+        "max_steps": STEPS, "per_device_train_batch_size": 2, "precision": "bf16", "max_length": 64,
+        "gradient_accumulation_steps": 1 if case.tokens and not case.experts else 2,
     }  # fmt: skip
     return write_run(
         folder,
@@ -93,7 +102,7 @@ def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
         path,
         stage={"type": stage, **case.stage},
         method={"type": "lora", "r": 4} | ({"target_modules": "attention"} if case.experts else {}),
-        batching={"type": "packed", "tokens_per_batch": 60} if case.experts else "rows",
+        batching={"type": "packed", "tokens_per_batch": case.tokens} if case.tokens else "rows",
         optimizer={"learning_rate": 1e-2},
         training=training,
         checkpoint={"type": "disk", "save_steps": 1},

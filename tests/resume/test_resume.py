@@ -75,7 +75,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def undisturbed(
     tiny_dir: Path, rows: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[bytes, list[Any]]]:
+) -> dict[str, tuple[str, list[Any]]]:
     """Final weights and metrics of runs that nobody touched, the first of them in a process of its own, which writes
     down what it imports."""
     found = {}

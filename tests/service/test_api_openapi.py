@@ -53,6 +53,7 @@ def test_every_route_says_what_it_does(document: dict[str, Any]) -> None:
             "pipelines",
             "sweeps",
             "sessions",
+            "serving",
             "models",
         ), name
         for parameter in operation.get("parameters", []):

@@ -22,16 +22,20 @@ from sqlalchemy import insert, select, update
 from api.files.checking import Checkers
 from api.files.upload import FaultyFile, Upload
 from api.jobs import logs
+from api.models import service as models
+from api.models.upload import ModelUpload
 from core import HOME
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Artifact, DiskUsage, Job, Project, User
-from core.errors import NoSpace
+from core.errors import ModelError, NoSpace
 from core.ids import new_id
 from core.jobs.base.transitions import Token
 from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.registry import uploads
 from core.jobs.lifecycle.retention import RetentionRules
 from core.jobs.lifecycle.submit import Actor, submit
+from core.jobs.views.rollouts import RolloutPage, newest_rollout, rollout_page
 from core.settings import Settings
 from core.spec.axes.model import HubModel
 from core.spec.job import JobSpec
@@ -44,6 +48,7 @@ from core.storage.store import Folder, ObjectChanged, StoreAway
 from core.train.checkpoint import store as checkpoints
 from tests.support import boxes
 from tests.support.service import wait_for
+from tests.support.uploads import adapter_files
 from worker.store import objects, publisher
 from worker.store.local_cache import LocalCache
 from worker.store.publisher import Publisher
@@ -355,6 +360,8 @@ def test_a_store_that_is_away_is_waited_for(settings: Settings, layout: Layout, 
     write_checkpoint(run, "step-00000010", b"x")
     (run / "artifacts").mkdir()
     (run / "artifacts" / "adapter").write_bytes(b"weights")
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "00000000.jsonl").write_bytes(b"{}\n{}\n")
     sender = Publisher(away, run, f"runs/{JOB}/attempt-1", 2, threading.Event())
     sender.checkpoint("checkpoints/step-00000010")
     asked: list[float] = []
@@ -368,6 +375,8 @@ def test_a_store_that_is_away_is_waited_for(settings: Settings, layout: Layout, 
     assert len(asked) == 1
     assert away.read(f"runs/{JOB}/attempt-1/artifacts/adapter") == b"weights"
     assert away.size(f"runs/{JOB}/attempt-1/checkpoints/step-00000010/manifest.json") is not None
+    page = rollout_page(away, layout, JOB, 2, 0, skip=1, limit=1)  # as the API serves it
+    assert (newest_rollout(away, layout, JOB, 2), page) == (0, RolloutPage([{}], False))
 
 
 def test_copies_are_bounded_and_what_is_in_use_stays(bucket: Bucket, layout: Layout) -> None:
@@ -470,3 +479,57 @@ def test_the_weights_that_a_job_starts_from_come_from_the_bucket(bucket: Bucket,
     there.create()
     Staging(LocalCache(bucket, there, 0, 0), child)._handed_back(lambda: None)
     assert [path.name for path in (there.root / key).iterdir()] == ["adapter_config.json"], "another one is not taken"
+
+
+def test_a_model_that_is_uploaded_lies_in_the_bucket_until_it_is_deleted(
+    settings: Settings, bucket: Bucket, layout: Layout, tmp_path: Path
+) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'lab.db'}")
+    migrate.upgrade(database)
+    with database.write() as session:
+        session.execute(insert(User).values(id=ADA.user_id, name="ada"))
+        session.execute(insert(Project).values(id=ADA.project_id, name="lab"))
+
+    def sent() -> ModelUpload:
+        upload = ModelUpload(layout, bucket, settings, 0)
+        for name, content in adapter_files():
+            upload.begin(name)
+            upload.write(content)
+        return upload
+
+    refused = sent()
+    refused.begin("adapter_model.bin.safetensors")
+    refused.write(b"torn")
+    with pytest.raises(ModelError):
+        refused.check()
+    refused.abort()
+    gone = sent()
+    gone.finish(gone.check())
+    assert len(keys(bucket)) == 2
+    gone.abort()  # its rows could not be written
+    assert keys(bucket) == [] and not list(layout.uploads.iterdir()) and not list(layout.runs.iterdir())
+
+    upload = sent()
+    stored = upload.finish(upload.check())
+    spec = {"model": "team/tiny", "data": "/dev/null", "method": stored.found.method.model_dump(exclude_none=True)}
+    with database.write() as session:
+        over = resolve(JobSpec.model_validate(spec))
+        model = uploads.record(session, ADA, stored, name="Far away", over=over)
+        chain = submit(
+            session,
+            ADA,
+            resolve(JobSpec.model_validate(spec | {"model": {"type": "job", "id": stored.id, "adapter": "continue"}})),
+        ).chain
+    here = Layout(tmp_path / "here")
+    here.create()
+    stage = Staging(LocalCache(bucket, here, 0, 0), dataclasses.replace(claim(1), chain=chain))
+    stage._handed_back(lambda: None)
+    folder = here.artifacts(stored.id, 1) / "adapter"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == dict(adapter_files())
+    stage.close()
+    with database.write() as session:
+        session.execute(update(Job).where(Job.kind == "train").values(status="cancelled"))
+    removed = models.delete(database, settings, layout, bucket, ADA, model)
+    assert removed["freed_bytes"] == sum(len(content) for _, content in adapter_files())
+    assert keys(bucket) == []
+    database.dispose()

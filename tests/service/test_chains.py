@@ -168,6 +168,14 @@ def test_a_model_of_the_registry_is_trained_further_by_another_stage(service: Se
 
 def test_a_format_is_made_after_the_training_without_a_training_slot(service: Service, parent: str) -> None:
     model = f"/models/model-{parent[4:]}"
+    brief = {"export": ["merged"], "max_runtime_seconds": 1}
+    url = service.client.post(f"{model}/exports", json=brief).json()["links"]["self"]
+    failed = wait_for(
+        lambda: (one := service.client.get(url).json())["status"] in ("succeeded", "failed") and one, 200,
+        "the export to end", lambda: service.client.get(url).text,
+    )  # fmt: skip
+    assert (failed["status"], failed["failure"]["code"]) == ("failed", "max_runtime"), failed
+    assert "max_runtime_seconds = 1" in failed["failure"]["message"]
     made = service.client.post(f"{model}/exports", json={"export": ["merged"]})
     assert made.status_code == 201, made.text
     again = service.client.post(f"{model}/exports", json={"export": [{"type": "merged", "dtype": "fp32"}]})
@@ -215,11 +223,11 @@ def test_what_cannot_be_gone_on_from_is_refused_with_the_way_out(service: Servic
 
 def test_weights_that_have_changed_since_are_not_trained_on(service: Service, continued: str, rows: str) -> None:
     (path,) = (service.data / "runs" / continued).glob("attempt-*/artifacts/adapter/adapter_model.safetensors")
-    changed = bytearray(path.read_bytes())
-    changed[-1] ^= 1
-    path.write_bytes(changed)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     child = service.submit(spec(continued, rows, 1))
     failure = service.wait(child, "failed")["failure"]
+    path.write_bytes(whole)  # later tests compare with it
     assert failure["code"] == "model_job_changed" and failure["field"] == "model.id"
 
 
@@ -290,3 +298,32 @@ def test_a_pipeline_goes_on_by_itself_though_its_worker_and_api_are_killed(
     assert {"base_model.model.score.weight"} == {name for name in parts if "lora" not in name}, "a head beside adapters"
     unlike = load(adapter(service, jobs[1]))
     assert parts.keys() - unlike.keys() == {"base_model.model.score.weight"}
+
+
+def test_what_was_made_elsewhere_is_trained_like_what_a_job_made(
+    service: Service, parent: str, continued: str, models: Path, rows: str, tmp_path: Path
+) -> None:
+    """Uploads of the base and of the parent's adapter: the same weights, to the bit, as from the folder and the job."""
+
+    def upload(folder: Path, **fields: str) -> str:
+        files = [("file", (path.name, path.read_bytes())) for path in sorted(folder.iterdir()) if path.is_file()]
+        reply = service.client.post("/models", files=files, data=fields)
+        assert reply.status_code == 201, reply.text
+        return str(reply.json()["id"])
+
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):  # its tokenizer is that of its base
+        (folder / file).write_bytes(service.artifact(parent, f"adapter/{file}"))
+    base = upload(models / "tiny")
+    made = upload(folder, base=base)
+    over = {"type": "registry", "id": made}
+    ours = service.submit(spec(over, rows, 40, checkpoint={"type": "disk", "save_steps": 5}))
+    again = service.submit(spec(base, rows, method=LORA))
+    for job_id in (ours, again):
+        service.wait(job_id, "succeeded")
+    assert adapter(service, ours) == adapter(service, continued)
+    assert adapter(service, again) == adapter(service, parent)
+    shown = service.client.get(f"/models/model-{ours.removeprefix('job-')}").json()
+    assert shown["parent"] == made
+    assert service.client.delete(f"/models/{base}").json()["error"]["code"] == "model_in_use"

@@ -126,7 +126,7 @@ ENOUGH = {
     "login": ("--key-stdin",),
 }
 """Where more has to be given than the command line's grammar knows."""
-LOCAL = {"open", "login"}
+LOCAL = {"open", "login", "push", "models upload"}
 """Asks no server for what is given here, or gives up before."""
 
 

@@ -132,7 +132,9 @@ def test_a_project_is_exported_whole_or_not_at_all(api: Any, done: tuple[str, Pa
     target = tmp_path / "lab.tar"
     first = eft(api, "project", "export", "lab", "--out", str(target), "--json")
     assert first.returncode == 0, first.stderr
-    assert json.loads(first.stdout) == {"path": str(target), "bytes": target.stat().st_size, "missing": []}
+    told = json.loads(first.stdout)
+    assert (told["path"], told["bytes"]) == (str(target), target.stat().st_size)
+    assert not [name for name in told["missing"] if done[0] in name], "other tests' jobs may lack files"
     whole = target.read_bytes()
     assert BLOB in whole and SMALL in whole
     with pytest.raises(DownloadError, match="broke off"):

@@ -145,6 +145,7 @@ def test_pages_are_readable_at_every_width_and_in_both_colours(window: Browser, 
         "ui/people",
         "ui/jobs/none",
         "ui/models",
+        "ui/try",
         f"ui/models/{done[0].replace('job-', 'model-')}",
     ):
         window.go(path)
@@ -186,6 +187,24 @@ def test_the_model_of_a_job_is_tagged_and_its_lineage_shown(window: Browser, don
     window.click("[data-untag=production]")
     window.wait(lambda: "production" not in window.text("#about"), "the tag to go")
     assert len(window.all("svg.family rect")) == 2 and len(window.all("svg.family path")) == 1
+    window.click(".end a[href*='ui/try']")
+    window.type("#message", f"say 1 {MARKUP}")
+    window.type("#tokens", "4")
+    window.click("#plain")
+    window.click("#ask")
+    window.wait(
+        lambda: (
+            window.run(
+                "return [...document.querySelectorAll('.state')].filter((p) => /tokens in/.test(p.textContent)).length"
+            )
+            == 2
+        ),
+        "model and base to answer",
+        60,
+    )
+    window.type(".trial input", "nothing")
+    window.click("#ask")
+    window.wait_for_text(".state", "no model `nothing`")
 
 
 def test_pause_restart_and_resume_while_a_page_is_open(

@@ -1,9 +1,10 @@
-"""`/models` and `eft models`: entries of the registry, their tags, files and end."""
+"""`/models`, `eft models` and `eft push`: entries of the registry, their tags, files and end."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import Failed, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.registry import entries
 from tests.service.conftest import MODEL, Api
-from tests.support.client import eft
+from tests.support.client import EFT, eft, environment
+from tests.support.hub import Hub
+from tests.support.hub_push import Written, taking
 
 FILES = {
     "adapter/adapter_model.safetensors": b"weights",
@@ -181,7 +184,7 @@ def test_an_export_that_is_asked_for_later(api: Api) -> None:
     """Rules and rows; what is written, in tests/service/test_chains.py and tests/train/test_later_exports.py."""
     model = made(api, name="Exported later")
     job, url = f"job-{model[6:]}", f"/models/{model}/exports"
-    for wrong, field in (({"export": []}, "export"), ({"export": ["gptq"]}, "export.0"), ({}, "export")):
+    for wrong, field in (({"export": []}, "export"), ({"export": ["pickle"]}, "export.0"), ({}, "export")):
         reply = api.http.post(url, json=wrong)
         assert reply.status_code == 422 and reply.json()["error"]["field"].startswith(field), (wrong, reply.text)
     taken = api.http.post(url, json={"export": ["merged", {"type": "gguf", "quantization": "Q8_0"}]})
@@ -269,3 +272,75 @@ def test_from_the_command_line(api: Api, tmp_path: Path) -> None:
     refused = eft(api, "serve", "Shown in a shell", "--print", "vllm")
     assert refused.returncode == 2 and f"eft models export {model} merged --wait" in " ".join(refused.stderr.split())
     assert eft(api, "models", "rm", "Shown in a shell").stdout.startswith(f"{model} deleted: 23 B freed")
+
+
+# --- eft push --------------------------------------------------------------------------------------
+
+WEIGHTS = bytes(range(256)) * 64
+PUSHED = {
+    "adapter/adapter_model.safetensors": WEIGHTS,
+    "adapter/adapter_config.json": json.dumps({"base_model_name_or_path": "/data/models/base"}).encode(),
+    "adapter/README.md": b"---\nlibrary_name: peft\n---\n# A card\n",
+    "gguf-Q8_0/model.gguf": WEIGHTS[::-1],
+    "withheld/gguf-Q4_K_M/model.gguf": b"bad",
+}
+ADAPTER = {name.removeprefix("adapter/"): data for name, data in PUSHED.items() if name.startswith("adapter/")}
+
+
+def push(api: Api, hub: Hub, home: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    known = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
+    settings = environment(api, **known | more)
+    return subprocess.run([EFT, "push", *arguments], env=settings, capture_output=True, text=True, check=False)
+
+
+def test_a_push_is_one_commit_and_a_second_one_sends_what_is_new(api: Api, tmp_path: Path) -> None:
+    model = made(api, PUSHED, name="Pushed")
+    with taking() as (hub, written):
+        hub.secret = "hf_secret"
+        done = push(api, hub, tmp_path, "Pushed", "lab/voice")
+        assert done.returncode == 0, done.stderr
+        assert "names the local folder /data/models/base" in done.stderr
+        assert written.repositories == {"lab/voice": "private"}
+        assert written.branches["lab/voice@main"] == ADAPTER
+        assert written.messages == [f"Pushed: adapter ({model})"]
+        assert done.stdout.startswith(f"{hub.url}/lab/voice/commit/") and written.uploads == 1
+        again = push(
+            api, hub, tmp_path, f"job-{model[6:]}", "lab/voice", "adapter/", "--revision", "next", "-m", "Try", "--json"
+        )
+        assert again.returncode == 0, again.stderr
+        assert written.branches["lab/voice@next"] == ADAPTER and written.uploads == 1, "the hub had the weights"
+        told = json.loads(again.stdout)
+        assert (told["model"], told["format"], written.messages[1:]) == (model, "adapter", ["Try"])
+        other = push(api, hub, tmp_path, "Pushed", "lab/gguf", "gguf-Q8_0", "--public")
+        assert other.returncode == 0, other.stderr
+        assert written.repositories["lab/gguf"] == "public"
+        assert written.branches["lab/gguf@main"] == {"model.gguf": WEIGHTS[::-1]}
+    kept = [path for path in api.layout.root.rglob("*") if path.is_file()]
+    assert kept and not [path for path in kept if b"hf_secret" in path.read_bytes()], "the server never sees the token"
+
+
+@pytest.fixture(scope="module")
+def shared(api: Any) -> str:
+    return made(api, PUSHED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "code", "words"),
+    [
+        (("lab",), {}, 2, "OWNER/NAME"),
+        (("lab/voice", "merged"), {}, 2, "eft models export"),
+        (("lab/voice", "withheld/gguf-Q4_K_M"), {}, 2, "it has kept 0.5 of the tuning"),
+        (("lab/voice",), {"HF_TOKEN": ""}, 2, "hf auth login"),
+        (("lab/voice",), {"HF_TOKEN": "hf_other"}, 5, "the right to write"),
+        (("lab/voice",), {"HF_HUB_OFFLINE": "1"}, 2, "HF_HUB_OFFLINE"),
+        (("lab/voice",), {"HF_ENDPOINT": "http://127.0.0.1:9"}, 4, "push again"),
+    ],
+)
+def test_what_cannot_be_pushed_leaves_nothing(
+    api: Api, tmp_path: Path, shared: str, arguments: tuple[str, ...], settings: dict[str, str], code: int, words: str
+) -> None:
+    with taking() as (hub, written):
+        hub.secret = "hf_secret"
+        done = push(api, hub, tmp_path, shared, *arguments, **settings)
+        assert done.returncode == code and words in done.stderr, done.stderr
+        assert written == Written()

@@ -180,3 +180,52 @@ def test_samples_stand_beside_the_base(api: Any) -> None:
     assert api.client("elsewhere", "bob").get(path).status_code == 404
     drawn = eft(api, "samples", job_id)
     assert drawn.returncode == 0 and "better" in drawn.stdout and "base" in drawn.stdout
+
+
+def test_rollouts_are_served_by_step(api: Any) -> None:
+    file_id = api.upload(jsonl([{"prompt": "3 + 4?", "reference": "7"}]))["id"]
+    stage = {"type": "grpo", "num_generations": 3, "num_iterations": 2, "reward": ["number"]}
+    training = {"per_device_train_batch_size": 3, "max_length": 512}
+    job_id, token = api.start_job(data=file_id, stage=stage, training=training)
+    path = f"/jobs/{job_id}/rollouts"
+    empty = {"newest": None, "step": None, "sampler_mismatch_kl": None, "data": [], "next": None}
+    assert api.http.get(path).json() == empty
+    assert api.http.get(path, params={"step": 1}).status_code == 404
+
+    def made(attempt: int, number: int, *completions: str) -> None:
+        folder = api.layout.attempt(job_id, attempt) / "rollouts"
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [
+            {"rollout": number, "step": number * 2 + 1, "line": 1, "sample": at, "prompt": "3 + 4?", "completion": text,
+             "tokens": len(text), "finished": True, "rewards": {"number": float(text == "7")},
+             "reward": float(text == "7"), "advantage": 0.5}
+            for at, text in enumerate(completions)
+        ]  # fmt: skip
+        (folder / f"{number:08d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    made(1, 0, "1", "2", "7")
+    made(1, 1, "lost", "lost", "lost")
+    made(2, 1, "8", "9", "7")  # resumed: the second rollout was made again
+    (api.layout.attempt(job_id, 2) / "rollouts" / "00000002.new").write_text("{")
+    api.tell(token, {"type": "metrics", "step": 3, "values": {"sampler_mismatch_kl": 0.25}})
+    found = api.http.get(path).json()
+    assert (found["newest"], found["step"], found["sampler_mismatch_kl"], found["next"]) == (3, 3, 0.25, None)
+    assert [one["completion"] for one in found["data"]] == ["8", "9", "7"]
+    assert found["data"][2] == {
+        "line": 1, "sample": 2, "prompt": "3 + 4?", "completion": "7", "tokens": 1, "finished": True,
+        "rewards": {"number": 1.0}, "reward": 1.0, "advantage": 0.5,
+    }  # fmt: skip
+    for step in (1, 2):
+        first = api.http.get(path, params={"step": step, "limit": 2}).json()
+        assert (first["step"], len(first["data"]), first["next"]) == (1, 2, 2)
+    rest = api.http.get(path, params={"step": 1, "limit": 2, "offset": 2}).json()
+    assert ([one["completion"] for one in rest["data"]], rest["next"]) == (["7"], None)
+    missing = api.http.get(path, params={"step": 5})
+    assert (missing.status_code, missing.json()["error"]["field"]) == (404, "step")
+    assert "steps 1 to 4" in missing.json()["error"]["message"]
+    assert api.client("elsewhere", "bob").get(path).status_code == 404
+    made(2, 2, "a" * 700_000, "b" * 700_000, "c")
+    long = api.http.get(path).json()
+    assert ([one["completion"][0] for one in long["data"]], long["next"]) == (["a"], 1)
+    drawn = eft(api, "rollouts", job_id, "--step", "3")
+    assert drawn.returncode == 0 and "3 + 4?" in drawn.stdout and "reward 1 (number 1), advantage +0.50" in drawn.stdout

@@ -158,6 +158,33 @@ def test_sessions_of_another_project_are_not_there(here: World, boss: Caller) ->
     assert mine in [one["id"] for one in here.ask("GET", "/sessions?limit=200", boss.key).json()["data"]]
 
 
+@pytest.mark.parametrize("op", ["load", "logprobs"])
+def test_an_operation_reads_no_folder_of_others(here: World, boss: Caller, tmp_path: Path, op: str) -> None:
+    """Neither another project's saved adapter, nor anything that is outside of EFT_MODEL_ROOTS."""
+    mine, theirs = here.session(here.lab, fresh=True), here.session(here.rivals, fresh=False)
+    link = tmp_path / "link"
+    link.symlink_to(here.layout.session(theirs) / "saved" / "x")
+    own = here.layout.session(mine)
+
+    def send(seq: int, folder: Path | str) -> Any:
+        asked = {"op": op, "folder": str(folder)} | ({"model": "a"} if op == "load" else {})
+        return here.ask("POST", f"/sessions/{mine}/operations", boss.key, json=operation(seq, operation=asked))
+
+    assert send(11, own / "saved" / "x").status_code == 202
+    rival = here.layout.session(theirs)
+    for folder in (
+        link,
+        rival / "saved" / "x",
+        own / "saved" / ".." / ".." / ".." / theirs / "session" / "saved" / "x",
+    ):
+        reply = send(12, folder)
+        assert reply.status_code == 404 and reply.json()["error"]["field"] == "operation.folder", reply.text
+    for outside in ("/etc", "relative", own / "snapshots" / "x", rival / "saved" / "x" / "y", rival, tmp_path):
+        reply = send(12, outside)
+        assert reply.status_code == 422 and reply.json()["error"]["field"] == "operation.folder", reply.text
+        assert reply.json()["error"]["code"] == "path_not_allowed"
+
+
 def test_a_wish_names_what_is_wrong(here: World, boss: Caller) -> None:
     for wish, field in (({"model": "a/b", "quantization": {"type": "int2"}}, "quantization"), ({}, "model")):
         reply = here.ask("POST", "/sessions", boss.key, json=wish)

@@ -176,8 +176,15 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving(address: str = "127.0.0.1") -> Iterator[Hub]:
     """The server on a free port of this machine; `Hub.url` goes into HF_ENDPOINT."""
+    with listening(Handler, address) as hub:
+        yield hub
+
+
+@contextmanager
+def listening(handler: type[Handler], address: str = "127.0.0.1") -> Iterator[Hub]:
+    """The server with `handler`."""
     state = Hub()
-    http = ThreadingHTTPServer((address, 0), type("BoundHandler", (Handler,), {"hub": state}))
+    http = ThreadingHTTPServer((address, 0), type("BoundHandler", (handler,), {"hub": state}))
     http.daemon_threads = True
     thread = threading.Thread(target=http.serve_forever, args=(0.02,))
     thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tests.support.uploads import adapter_files
 from tests.support.world import MODEL, Project, World
 
 
@@ -53,7 +54,7 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
     }
 
 
-OF_ANOTHER_PROTOCOL = {"/mcp", "/sessions/{session_id}/operations"}
+OF_ANOTHER_PROTOCOL = {"/mcp", "/sessions/{session_id}/operations", "/v1/chat/completions", "/v1/completions"}
 """Paths whose bodies have the shape of another protocol (tests/service/test_mcp.py), or a number of their own by which
 they are known again (tests/service/test_sessions.py)."""
 
@@ -76,8 +77,12 @@ def request_of(here: World, route: tuple[str, str], project: Project) -> dict[st
             return {"json": {"model": MODEL, "data": project.file, "sweep": {"training.seed": [1, 2]}}}
         case ("POST", "/pipelines/{pipeline_id}/retry"):
             return {"json": {"from": "only"}}
+        case ("POST", "/v1/chat/completions") | ("POST", "/v1/completions"):
+            return {"json": {"model": project.model}}  # without a prompt, since no worker answers here
         case ("POST", "/sessions"):
             return {"json": {"model": MODEL}}
+        case ("POST", "/models"):
+            return {"files": [("file", one) for one in adapter_files()], "data": {"base": MODEL}}
         case ("POST", "/files"):
             return {"files": {"file": ("rows.jsonl", b'{"text": "a"}\n')}}
         case ("POST", "/files/{file_id}/preview"):

@@ -11,6 +11,11 @@ CACHE = HOME / "cache"
 """Stands for the cache of a data root. It is everybody's: nothing but tools is written there."""
 
 
+def compressed_tools() -> Tools:
+    """Install what reads fp8 and GPTQ folders, or answer what is there."""
+    return install("compressed", CACHE, offline=False, field="export")
+
+
 def gguf_tools() -> Tools:
     """Install what writes, quantises and reads GGUF files, or answer what is there."""
     install("quants", CACHE, offline=False, field="export")
@@ -18,4 +23,4 @@ def gguf_tools() -> Tools:
 
 
 if __name__ == "__main__":
-    print(gguf_tools().folder)
+    print(gguf_tools().folder, compressed_tools().folder)

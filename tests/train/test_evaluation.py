@@ -39,7 +39,12 @@ AXES: dict[str, Any] = {
 }
 EVALUATION: dict[str, Any] = {"type": "held_out", "eval_steps": 2, "per_device_eval_batch_size": 4}
 STAGE = SupervisedFineTuning()
-GENERATION = {"metrics": ["exact_match", "chrf"], "rows": 5, "max_new_tokens": 8}
+LETTERS = """
+def metric(prompts, completions, references):
+    return [len(c) / 100 + len(r) / 1000 + ("say" in p) / 2000 for p, c, r in zip(prompts, completions, references)]
+"""
+OWN = {"type": "python", "name": "letters", "source": LETTERS}
+GENERATION = {"metrics": ["exact_match", "chrf", OWN], "rows": 5, "max_new_tokens": 8}
 BEST = EVALUATION | {
     "early_stopping": {"type": "patience", "patience": 3},
     "load_best_model_at_end": True,
@@ -215,7 +220,9 @@ def test_answers_are_scored_as_they_can_be_read(stopped: Path, rows: tuple[Path,
         row = held[line["line"] - 1]
         assert (line["prompt"], line["reference"]) == (row["prompt"], row["completion"])
         assert line["scores"]["eval_generated/exact_match"] == (line["answer"].strip() == row["completion"].strip())
-    for name in ("eval_generated/exact_match", "eval_generated/chrf"):
+        own = len(line["answer"]) / 100 + len(line["reference"]) / 1000 + ("say" in line["prompt"]) / 2000
+        assert line["scores"]["eval_generated/letters"] == own
+    for name in ("eval_generated/exact_match", "eval_generated/chrf", "eval_generated/letters"):
         assert seen[last][name] == sum(line["scores"][name] for line in lines) / 5
         assert all(0 <= values[name] <= 1 for values in seen.values())
     sampled = {one["row"]: one["completion"] for one in samples(stopped)[last] if one["row"] is not None}
@@ -233,6 +240,27 @@ def test_rows_without_a_prompt_have_no_answer_to_score(tiny_dir: Path, tmp_path:
     (error,) = events(run_dir, "error")
     assert (error["failure"], error["code"]) == ("user", "no_prompt_to_answer")
     assert "line 1 has no prompt" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise KeyError('no such word')", "no such word"),
+        ("return [1.0]", "return a list of 4 numbers"),
+        ("return [float('nan')] * len(completions)", "return a finite number"),
+    ],
+)
+def test_a_metric_of_users_that_gives_no_number(
+    tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path, body: str, words: str
+) -> None:
+    metric = {"type": "python", "source": f"def metric(completions):\n    {body}"}
+    held = EVALUATION | {"generation": {"metrics": [metric], "rows": 4, "max_new_tokens": 2}}
+    run_dir = write_run(tmp_path / "run", tiny_dir, rows[0], held_out=rows[1], **(AXES | {"evaluation": held}))
+    assert run(run_dir) == EXIT_FAILED
+    (error,) = events(run_dir, "error")
+    assert (error["failure"], error["code"]) == ("user", "metric_failed")
+    assert "`eval_generated/python`" in error["message"] and "in line " in error["message"]
+    assert words in error["message"] and not events(run_dir, "metrics"), "nothing was trained"
 
 
 @pytest.mark.parametrize("kind", [GREEDY, GREEDY | {"type": "sampling", "temperature": 1.0}])

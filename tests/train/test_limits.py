@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
@@ -21,7 +21,7 @@ from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.model.gemm_limits import describe_row_splits, split_matmuls, training_pass, widest
 from core.train.recipe import run
-from tests.support.trainer import events, log, notices, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, log, notices, pairs, weights_file, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "optimizer": {"learning_rate": 1e-2},
@@ -87,7 +87,7 @@ def test_ranks_are_padded_and_nothing_else_changes(
     assert 48 in sizes
     if "use_dora" not in method:  # DoRA's first magnitudes come of B·A itself, once, on the CPU
         assert 5 not in sizes
-    before, after = load(weights(plain)), load(weights(padded))
+    before, after = load_file(weights_file(plain)), load_file(weights_file(padded))
     assert before.keys() == after.keys()
     for name, weight in before.items():
         assert weight.shape == after[name].shape, "what is saved has the rank that was asked for"
@@ -123,7 +123,7 @@ def test_no_product_has_more_rows_and_nothing_else_changes(
     (notice,) = notices(parted)
     assert notice["code"] == "products_in_parts"
     assert re.match(r"a forward pass of \d+ tokens in float32 \(training.per_device_train", notice["message"])
-    before, after = load(weights(plain)), load(weights(parted))
+    before, after = load_file(weights_file(plain)), load_file(weights_file(parted))
     assert before.keys() == after.keys()
     for name, weight in before.items():
         torch.testing.assert_close(after[name], weight, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -171,8 +172,8 @@ def test_a_base_that_bitsandbytes_packed_is_taken_as_it_is(
     assert "quantization_config" not in json.loads((theirs / "artifacts/merged/config.json").read_text())
 
 
-def weights_of_adapter(run_dir: Path) -> bytes:
-    return (run_dir / "artifacts/adapter/adapter_model.safetensors").read_bytes()
+def weights_of_adapter(run_dir: Path) -> str:
+    return hashlib.sha256((run_dir / "artifacts/adapter/adapter_model.safetensors").read_bytes()).hexdigest()
 
 
 def test_what_a_packed_base_rules_out(tmp_path: Path, packed_dir: Path, rows: Path) -> None:

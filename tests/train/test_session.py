@@ -172,6 +172,33 @@ def test_answers_have_the_logprobs_that_a_forward_pass_gives(child: InThread) ->
     assert np.allclose(np.concatenate(expected), found["logprobs"], atol=1e-5)
 
 
+def test_a_saved_adapter_answers_as_it_did_when_it_was_saved(child: InThread) -> None:
+    """Read by its folder, it gives the bits of the adapter then, while that goes on as if nobody had looked."""
+    child.ask("create", model="kept", method={**LORA, "lora_dropout": 0.1}, seed=9)
+    folders, expected = [], []
+    for turn in range(6):  # more than stay in memory
+        child.ask("forward_backward", examples(ROWS[turn % 3]), model="kept")
+        child.ask("step", model="kept", learning_rate=0.02)
+        folders.append(child.ask("save", model="kept", name=f"kept-{turn}")[0]["folder"])
+        expected.append(child.ask("logprobs", examples(*ROWS), model="kept")[1]["logprobs"])
+    for turn in (0, 1, 2, 3, 4, 5, 0, 5):
+        _, found = child.ask("logprobs", examples(*ROWS), folder=folders[turn])
+        assert np.array_equal(found["logprobs"], expected[turn])
+    assert np.array_equal(child.ask("logprobs", examples(*ROWS), model="kept")[1]["logprobs"], expected[5])
+    asked = {"max_tokens": 4, "seed": 3, "stop_token_ids": [], "prompt_logprobs": True}
+    _, mine = child.ask("generate", examples(*ROWS, [9]), model="kept", **asked)
+    _, saved = child.ask("generate", examples(*ROWS, [9]), folder=folders[5], **asked)
+    assert all(np.array_equal(saved[name], mine[name]) for name in mine)
+    assert np.array_equal(mine["prompt_logprobs"], np.append(expected[5], np.float32(0.0)))
+    child.ask("forward_backward", examples(ROWS[0]), model="kept")
+    child.ask("step", model="kept", learning_rate=0.02)
+    looked = child.ask("logprobs", examples(*ROWS), model="kept")[1]["logprobs"]
+    child.ask("load", model="kept", folder=folders[5], with_optimizer=True)
+    child.ask("forward_backward", examples(ROWS[0]), model="kept")
+    child.ask("step", model="kept", learning_rate=0.02)
+    assert np.array_equal(child.ask("logprobs", examples(*ROWS), model="kept")[1]["logprobs"], looked)
+
+
 def test_adapters_know_nothing_of_each_other(child: InThread, tiny_dir: Path, folder: Path) -> None:
     """Two recipes in turns give the bits that each gives alone, with dropout and adapters of other shapes."""
     one = {**LORA, "lora_dropout": 0.2}
@@ -231,6 +258,9 @@ def test_a_packed_base_trains_two_adapters(tiny_dir: Path, tmp_path: Path, quant
         ("create", None, {"model": "../x"}, "model"),
         ("generate", examples([1, 2]), {"model": "a", "max_tokens": 600}, "max_tokens"),
         ("load", None, {"model": "x", "folder": "/nowhere"}, "folder"),
+        ("logprobs", examples([1, 2]), {"folder": "/nowhere"}, "folder"),
+        ("generate", examples([1, 2]), {"folder": "/nowhere", "max_tokens": 2}, "folder"),
+        ("logprobs", examples([1, 2]), {"folder": "/nowhere", "model": "a"}, "op"),
         ("sing", None, {}, "op"),
     ],
 )

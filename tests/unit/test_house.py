@@ -21,7 +21,6 @@ MODULES_A_FOLDER = 12
 WITH_MORE: dict[str, str] = {
     "client/eft/aio": "a module a resource of the API",
     "client/eft/sync": "a module a resource of the API",
-    "client/eft/commands": "a module a group of verbs",
 }
 """Folders that may hold more modules, each with the reason."""
 GENERATED = ("client/eft/sync/",)

@@ -129,6 +129,35 @@ def test_each_rung_is_taken_on_the_card_that_just_holds_it() -> None:
     assert len(small.rejected) == 8
 
 
+def test_few_rows_are_not_learned_with_all_weights() -> None:
+    for rows, name in ((100, "lora"), (999, "lora"), (1000, "full"), (None, "full")):
+        found = auto_method.settle(job(), LLAMA_8B, LENGTH, gpu(1000), rows)
+        assert found.rung.name == name and found.fits, rows
+    few = auto_method.settle(job(), LLAMA_8B, LENGTH, gpu(1000), 100)
+    assert few.rejected[0] == ("full", "100 training rows are few for all weights of a model (fewer than 1,000)")
+    assert auto_method.settle(job(method="full"), LLAMA_8B, LENGTH, gpu(1000), 100).rung.name == "full", "as asked"
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "rate", "refused"),
+    [
+        ("sft", "adamw", 2e-4, True),
+        ("sft", "adamw", 2e-5, False),
+        ("dpo", "adamw", 1e-5, True),
+        ("dpo", "adamw", 1e-6, False),
+        ("sft", "lion", 2e-5, True),
+        ("sft", "sgd", 1e-2, False),
+        ("orpo", "adamw", 8e-5, False),
+    ],
+)
+def test_no_learning_rate_of_adapters_for_all_weights(stage: str, optimizer: str, rate: float, refused: bool) -> None:
+    found = candidates(job(stage=stage, optimizer={"type": optimizer, "learning_rate": rate}))
+    assert (found[0].name, found[0].spec is None) == ("full", refused)
+    if refused:
+        assert f"{rate:g}` is one of adapters" in found[0].reason
+    assert any(one.name == "lora" and one.spec is not None for one in found)
+
+
 @pytest.mark.parametrize("stage", ["cpt", "dpo", "simpo", "orpo", "kto", "reward", "process_reward"])
 def test_every_stage_has_an_answer_that_fits(stage: str) -> None:
     """On cards from large to small: the method, whose plan fits there, and the learning rate of stage and method."""

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 import pytest
-from eft.commands.serve import ServingProgram, serving_lines
+from eft.commands.models.serve import ServingProgram, serving_lines
 from eft.errors import UsageFault
 
 MODEL, NAME = "model-01kar3v8x5m2h6n9qst4wyz0bc", "voice intents"

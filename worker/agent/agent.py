@@ -103,6 +103,7 @@ class Agent:
         self.site.selftests = self._selftests
         self._train_slots = train_slots
         self._room = Room(database, layout.root, settings.min_free_bytes, Budget.of(settings))
+        self.site.room = self._room.left
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
         self._others = ForeignProcesses(gpus, settings.sysfs)
         self._figures = GpuStats(gpus, settings.sysfs)

@@ -30,6 +30,7 @@ from worker.attempt import outcome
 from worker.attempt.child import Child, write_order
 from worker.attempt.context import DATABASE_AWAY, RETRY_SECONDS, PatientDatabase, WorkerContext
 from worker.attempt.event_relay import EventRelay
+from worker.attempt.serving_bridge import ServingBridge
 from worker.attempt.session_bridge import SessionBridge
 from worker.environment import child_environment
 from worker.gpus import gpu_memory
@@ -66,11 +67,11 @@ class AttemptRunner:
         self._events = EventRelay(site, claim, self.folder)
         self._database = PatientDatabase(site.database, self._gives_up)
         self._hung: str | None = None
-        limit = claim.spec["resources"].get("max_runtime_seconds") if CHILDREN[claim.kind].billed else None
+        limit = claim.spec["resources"].get("max_runtime_seconds") if CHILDREN[claim.kind].limited else None
         self._limit: int | None = limit
         self._time_is_up = False
         """Whether its time limit is the only reason for its stop."""
-        self._bridge: SessionBridge | None = None
+        self._bridge: SessionBridge | ServingBridge | None = None
         self._stage = None if site.copies is None else Staging(site.copies, claim)
 
     def run(self) -> None:
@@ -196,6 +197,8 @@ class AttemptRunner:
             self._bring()
             if self.claim.kind == Kind.PREPARE:
                 write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
+            elif self.claim.kind == Kind.SERVING:
+                write_order(self.folder, orders.serving_order(self.claim, settings, layout, self._held_at, verdict))
             elif self.claim.kind == Kind.SESSION:
                 write_order(self.folder, orders.session_order(self.claim, settings, layout, self._held_at, verdict))
             else:
@@ -250,8 +253,11 @@ class AttemptRunner:
         except BaseException:
             ours.close()
             raise
-        folder = self.site.layout.session(self.token.job_id)
-        self._bridge = SessionBridge(self._database, self.token, folder, ours, self.lose)
+        site, token = self.site, self.token
+        if self.claim.kind == Kind.SERVING:
+            self._bridge = ServingBridge(site, self._database, token, ours, self.lose, self._ask)
+        else:
+            self._bridge = SessionBridge(self._database, token, site.layout.session(token.job_id), ours, self.lose)
         return child
 
     # -- a data root that is an object store
@@ -348,6 +354,12 @@ class AttemptRunner:
         return self.claim.spent_seconds + time.monotonic() - self.began >= self._limit - reserve
 
     def _over(self) -> Failed:
+        if self.claim.kind == Kind.EXPORT:
+            words = (
+                f"the formats were not made within max_runtime_seconds = {self._limit}, and nothing of them is kept: "
+                "ask for them again with more seconds, or for fewer formats at once"
+            )
+            return Failed("user", "max_runtime", words, "max_runtime_seconds")
         words = (
             f"its resources.max_runtime_seconds = {self._limit} are used up; `retry` continues from its newest "
             "checkpoint with as many seconds again"

@@ -48,6 +48,8 @@ class WorkerContext:
     """What is known of the devices of its slots."""
     copies: LocalCache | None = None
     """What this box has of a data root that is an object store; None: the data root is a folder."""
+    room: Callable[[], int | None] = lambda: None
+    """Bytes that a job may take of the data root; None: not measured."""
     abandon: threading.Event = field(default_factory=threading.Event)
     """The worker ends now: whatever could not be written is left to the lease."""
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from core.base.files import write_private
 from core.db.tables import SessionOperation
-from core.jobs.base.stop_reasons import StopReason
 from core.jobs.base.transitions import Token
 from core.jobs.lifecycle.sessions import log as session_log
 from core.jobs.scheduling import runtime_estimates
@@ -174,11 +173,7 @@ class SessionBridge:
         _forget_tensors(self._folder, older)
 
     def _park(self) -> bool:
-        return bool(
-            self._database.write(
-                lambda session: session_log.park(session, self._token, StopReason.PARK, self._idle_seconds)
-            )
-        )
+        return bool(self._database.write(lambda session: session_log.park(session, self._token, self._idle_seconds)))
 
 
 def _forget_tensors(folder: Path, position: int) -> None:

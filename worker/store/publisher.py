@@ -1,5 +1,6 @@
-"""What one attempt brings to an object store: each checkpoint once it is told, the log as it grows, and at the end what
-it hands back. Everything is local first; a checkpoint is in the store when its manifest is, which goes up last.
+"""What one attempt brings to an object store: each checkpoint once it is told, rollouts and the log as they grow, and
+at the end what it hands back. Everything is local first; a checkpoint is in the store when its manifest is, which goes
+up last.
 
 A thread of its own sends, so that leases, events and wishes to stop never wait for an upload. Files of a checkpoint are
 linked aside when it is told, so that the trainer may remove its own meanwhile.
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from core.spec.run.checkpoint_names import BEST, superseded
-from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, LOG_FILE
+from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, LOG_FILE, ROLLOUTS
 from core.spec.run.manifest import MANIFEST
 from core.spec.run.model_cache import MODELS, REFS, entry_of
 from core.storage.bucket import LOG_PART, Bucket, log_key
@@ -44,6 +45,7 @@ class Publisher:
         self._sending: str | None = None
         self._published: list[str] = []
         self._best: set[str] = set()
+        self._rollouts: set[str] = set()
         self._logged = 0
         self._part = 0
         self._stopped = False
@@ -104,6 +106,7 @@ class Publisher:
 
         def send() -> None:
             self._send_checkpoint()
+            self._send_rollouts()
             self._send_log()
             while left:
                 self._bucket.put_file(f"{self._key}/{left[0]}", self._folder / left[0])
@@ -133,6 +136,7 @@ class Publisher:
                     return
             try:
                 self._send_checkpoint()
+                self._send_rollouts()
                 self._send_log()
                 pause, self._told = LOG_SECONDS, False
             except (StoreAway, OSError) as error:
@@ -190,6 +194,13 @@ class Publisher:
                 self._bucket.put_file(f"{key}/{path.name}", path)
         if not self._lost.is_set():
             self._bucket.put_file(f"{key}/{MANIFEST}", folder / MANIFEST)
+
+    def _send_rollouts(self) -> None:
+        """Each file once: the trainer renames it into place when it is whole, and does not write it again."""
+        for path in sorted((self._folder / ROLLOUTS).glob("*.jsonl")):
+            if path.name not in self._rollouts and not self._lost.is_set():
+                self._bucket.put_file(f"{self._key}/{ROLLOUTS}/{path.name}", path)
+                self._rollouts.add(path.name)
 
     def _send_log(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 
 from core import caches
 from core.db.engine import Database
+from core.db.tables import Job
 from core.jobs.admission import dependencies
 from core.jobs.base import outbox
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.jobs.lifecycle import claims, leader, lease_expiry, retention
 from core.jobs.lifecycle.pipelines import advance
 from core.jobs.lifecycle.registry import entries
+from core.jobs.lifecycle.serving import requests
 from core.jobs.lifecycle.sweeps import advance as sweeps
 from core.jobs.policies import maintenance, nodes, usage
 from core.jobs.policies.budget import Budget
@@ -47,8 +50,8 @@ ORPHAN_SECONDS = 24 * 3600.0
 
 
 def remove_orphans(database: Database, layout: Layout, older_than: float = ORPHAN_SECONDS) -> list[str]:
-    """Delete stored files that no row names: their process ended between the rename and the row, or between the end
-    of a row and that of its bytes. A file that is younger may be about to get its row. Returns their ids."""
+    """Delete stored files and uploaded models that no row names: their process ended between the rename and the row,
+    or between the end of a row and that of its bytes. What is younger may get its row yet. Returns their ids."""
     now, old = time.time(), []
     for path in layout.files.glob("file-" + 26 * "[0-9a-z]"):
         try:
@@ -57,11 +60,15 @@ def remove_orphans(database: Database, layout: Layout, older_than: float = ORPHA
             continue  # deleted by its owner meanwhile
         if now - max(seen.st_mtime, seen.st_ctime) > older_than:
             old.append(path.name)
+    uploaded = [one for one in layout.runs.glob("upload-" + 26 * "[0-9a-z]") if now - one.lstat().st_mtime > older_than]
     with database.read() as session:
         orphans = unknown_files(session, old)
+        models = unknown_files(session, [path.name for path in uploaded], Job)
     for name in orphans:
         layout.file(name).unlink(missing_ok=True)
-    return orphans
+    for name in models:
+        shutil.rmtree(layout.job(name))
+    return [*orphans, *models]
 
 
 class BrokerAway(Exception):
@@ -112,6 +119,7 @@ class Housekeeper:
                 self._guarded("database", self._reap)
                 self._guarded("database", self._keep_books)
                 self._guarded("broker", self._wake)
+                self._guarded("database", self._forget_requests)
             if now >= next_clear:
                 next_clear = now + CLEAR_SECONDS
                 self._guarded("database", self._clear)
@@ -199,16 +207,18 @@ class Housekeeper:
         return True
 
     def _preempt(self) -> list[preempt.Preemption]:
-        settings = self._settings
-        rules = preempt.PreemptionSettings(
-            settings.preempt_min_seconds,
-            settings.lease_seconds,
-            room_on(settings, self._database),
-            settings.fairshare_half_life_hours * 3600.0,
-            settings.stop_grace_seconds + settings.gpu_clear_seconds,
-        )
+        rules = preempt.PreemptionSettings.of(self._settings, room_on(self._settings, self._database))
         with self._database.write() as session:
             return preempt.ask(session, rules)
+
+    def _forget_requests(self) -> bool:
+        """Those whose callers have gone without a word: an API process was killed."""
+        with self._database.read() as session:
+            old = requests.has_old(session)
+        if old:
+            with self._database.write() as session:
+                log.info("dropped %d request(s) to served models that nobody waits for", requests.forget_old(session))
+        return True
 
     def _clear(self) -> bool:
         gone, limit = 0, 1000

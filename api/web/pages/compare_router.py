@@ -10,8 +10,8 @@ from fastapi.responses import Response
 from api.auth.policy import Reading
 from api.deps import App, authorise
 from api.errors import BadRequest
+from api.jobs.answers.samples_router import job_samples
 from api.jobs.router import show_job
-from api.jobs.samples_router import job_samples
 from api.web import render, words
 from api.web.views import Views
 from core.jobs.views import handles

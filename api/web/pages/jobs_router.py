@@ -13,8 +13,8 @@ from api.auth.policy import Principal, Reading
 from api.deps import After, App, AppState, authorise
 from api.handles import JobId
 from api.jobs import router as jobs
+from api.jobs.answers.samples_router import job_samples
 from api.jobs.lineage_router import job_lineage
-from api.jobs.samples_router import job_samples
 from api.view import iso
 from api.web import render, words
 from api.web.figures import METRICS, curve_figures

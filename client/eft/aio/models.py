@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ from eft.aio import download as downloads
 from eft.aio import io
 from eft.aio.transport import AsyncTransport
 from eft.http import download as parts
-from eft.http import paths
-from eft.http.responses import Param
+from eft.http import folders, paths
+from eft.http.responses import Param, document_of
+from eft.http.upload import Counted
 from eft.types import FINAL, Artifact
 
 Raw = dict[str, Any]
+OCTETS = "application/octet-stream"
 
 
 class AsyncModels:
@@ -48,6 +53,52 @@ class AsyncModels:
         model: Raw = await self._transport.json("GET", paths.model(model_id))
         return model
 
+    async def upload(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        base: str | Raw | None = None,
+        patience: float = 60.0,
+        advance: Callable[[int], None] | None = None,
+    ) -> Raw:
+        """Enter a model or a LoRA adapter that was made elsewhere, from its folder on disk; weights are safetensors.
+
+        `base`: for an adapter, the model that it was trained over, as `model` of a job; default: the hub repository
+        that its configuration names. When the line breaks, all files are sent again (under the same Idempotency-Key,
+        so that the model is entered once) for as long as the server comes back within `patience` seconds.
+        """
+        paths_of_files = folders.files_of(Path(folder))
+        said = {"name": name, "base": base if base is None or isinstance(base, str) else json.dumps(base)}
+        fields = [(field, (None, value)) for field, value in said.items() if value is not None]
+        key, sent = uuid.uuid4().hex, 0
+
+        def count(number: int) -> None:
+            nonlocal sent
+            sent += number
+            if advance is not None:
+                advance(number)
+
+        async def send() -> Raw:
+            count(-sent)
+            with ExitStack() as stack:
+                parts = [
+                    ("file", (path.name, Counted(stack.enter_context(path.open("rb")), count), OCTETS))
+                    for path in paths_of_files
+                ]
+                answer = await self._transport.request(
+                    "POST",
+                    "/models",
+                    files=[*fields, *parts],
+                    headers={"Idempotency-Key": key},
+                    idempotent=False,
+                    timeout=600.0,  # the server answers when every tensor is checked
+                )
+                made: Raw = document_of(answer)
+                return made
+
+        return await self._transport.persist(send, patience)
+
     async def tag(self, model_id: str, add: Sequence[str] = (), *, remove: Sequence[str] = ()) -> Raw:
         """The model with tags added and removed."""
         body = {"add": [*add], "remove": [*remove]}
@@ -64,10 +115,12 @@ class AsyncModels:
         data: list[Raw] = (await self._transport.json("GET", f"{paths.model(model_id)}/lineage"))["data"]
         return data
 
-    async def export(self, model_id: str, formats: Sequence[Raw]) -> Raw:
-        """Have formats made of the model, each as in `export` of a job; `export_status` says how far they are."""
+    async def export(self, model_id: str, formats: Sequence[Raw], *, max_runtime_seconds: int | None = None) -> Raw:
+        """Have formats made of the model, each as in `export` of a job; `export_status` says how far they are. It fails
+        if it is not over within `max_runtime_seconds` after a worker has begun."""
         path = f"{paths.model(model_id)}/exports"
-        made: Raw = await self._transport.json("POST", path, body={"export": [*formats]})
+        body = {"export": [*formats], "max_runtime_seconds": max_runtime_seconds}
+        made: Raw = await self._transport.json("POST", path, body=body)
         return made
 
     async def exports(self, model_id: str) -> list[Raw]:

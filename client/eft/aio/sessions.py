@@ -89,16 +89,25 @@ class AsyncTrainingSession:
     async def zero_grad(self, *, model: str = DEFAULT) -> OperationResult:
         return await self.ask({"op": "zero_grad", "model": model})
 
-    async def logprobs(self, batch: tensors.Batch, *, model: str | None = DEFAULT) -> OperationResult:
-        """Log-probability of each target; `model` None: under the base alone."""
-        return await self.ask({"op": "logprobs", "model": model}, batch)
+    async def logprobs(
+        self, batch: tensors.Batch, *, model: str | None = DEFAULT, folder: str | None = None
+    ) -> OperationResult:
+        """Log-probability of each target; `model` None: under the base alone. `folder`: under a saved adapter."""
+        return await self.ask({"op": "logprobs", **_reader(model, folder)}, batch)
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, model: str | None = DEFAULT, **options: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        model: str | None = DEFAULT,
+        folder: str | None = None,
+        **options: Any,
     ) -> OperationResult:
-        """Answers to prompts of token ids. Options: `num_samples`, `temperature`, `top_p`, `top_k`, `stop`, `seed`."""
+        """Answers to prompts of token ids; `model` None: of the base alone. `folder`: of a saved adapter. Options:
+        `num_samples`, `temperature`, `top_p`, `top_k`, `stop`, `seed`, `prompt_logprobs`."""
         batch = [{"tokens": prompt} for prompt in prompts]
-        return await self.ask({"op": "generate", "model": model, "max_tokens": max_tokens, **options}, batch)
+        return await self.ask({"op": "generate", "max_tokens": max_tokens, **_reader(model, folder), **options}, batch)
 
     async def save(self, name: str, *, model: str = DEFAULT) -> OperationResult:
         """Write the adapter and its optimizer on the box."""
@@ -150,3 +159,8 @@ class AsyncTrainingSession:
         metadata, arrays = tensors.unpack(answer.content)
         view: Raw = json.loads(metadata["operation"])
         return view, arrays
+
+
+def _reader(model: str | None, folder: str | None) -> Raw:
+    """The adapter that an operation reads."""
+    return {"model": model} if folder is None else {"folder": folder}

@@ -51,13 +51,12 @@ def download(
         chosen = selected(client.artifacts(job_id), paths or [])
         if listing:
             print_listing(output, chosen)
-            return
-        folder = into if into is not None else Path(job_id)
-        fetch(output, {"job": job_id}, chosen, partial(client.download, job_id, chosen, into=folder))
+        else:
+            fetch(output, "job", job_id, chosen, partial(client.download, job_id, chosen), into)
 
 
-def fetch(output: Output, about: dict[str, str], chosen: list[Artifact], download: Callable[..., list[Path]]) -> None:
-    """Run `download` below a bar and print what came, as paths or as `about` with the files."""
+def download_with_bar(output: Output, chosen: list[Artifact], download: Callable[..., list[Path]]) -> list[Path]:
+    """Run `download` below a bar. Returns the paths of what came."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -68,13 +67,27 @@ def fetch(output: Output, about: dict[str, str], chosen: list[Artifact], downloa
         disable=not output.live,
     ) as bar:
         task = bar.add_task("download", total=sum(artifact.bytes for artifact in chosen))
-        targets = download(advance=lambda count: bar.advance(task, count))
+        return download(advance=lambda count: bar.advance(task, count))
+
+
+def fetch(
+    output: Output,
+    kind: str,
+    whose: str,
+    chosen: list[Artifact],
+    download: Callable[..., list[Path]],
+    into: Path | None,
+) -> None:
+    """Download the files of a job or model (`kind`, with the id `whose`) below a bar, and print what came. `into`:
+    target folder; default: the id."""
+    folder = into if into is not None else Path(whose)
+    targets = download_with_bar(output, chosen, partial(download, into=folder))
     if output.as_json:
         files = [
             {"path": str(target), "bytes": artifact.bytes, "sha256": artifact.sha256}
             for artifact, target in zip(chosen, targets, strict=True)
         ]
-        output.json({**about, "files": files})
+        output.json({kind: whose, "files": files})
     else:
         output.text("".join(f"{target}\n" for target in targets))
 

@@ -1,5 +1,5 @@
 """`eft data check|preview FILE`: look at data by hand; the application beside the client does it, without a server.
-And `eft samples JOB`, what became of it."""
+And `eft samples JOB` and `eft rollouts JOB`, what became of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eft.errors import EftClientError, ExitCode, LocalError, UsageFault
 from eft.manual.source import manual
 from eft.session import JobArgument, JsonOption, UrlOption, outputs, session
 from eft.terminal.app import App
-from eft.terminal.datasheet import print_check, print_preview, print_samples
+from eft.terminal.datasheet import print_check, print_preview, print_rollouts, print_samples
 from eft.terminal.output import Output
 
 app = App(no_args_is_help=True, help="Check training data on this machine, without a server.")
@@ -116,3 +116,26 @@ def samples(
     with session(as_json, url) as (client, output):
         found = client.samples(job, step=step)
         output.json(found) if as_json else print_samples(found, output.data)
+
+
+@manual(
+    examples=[
+        ("eft rollouts job-01kar3v8x5m2h6n9qst4wyz0bc", "Print the newest answers with their rewards."),
+        (
+            "eft rollouts job-01kar3v8x5m2h6n9qst4wyz0bc --step 1 --json",
+            "Print those of the first step as JSON, with what is needed for the next page.",
+        ),
+    ]
+)
+def rollouts(
+    job: JobArgument,
+    step: Annotated[int | None, typer.Option(min=1, help="Step that learned from them. Default: the newest.")] = None,
+    offset: Annotated[int, typer.Option(min=0, help="Leave out so many answers.")] = 0,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="Answers to print at most.")] = 50,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the answers that a step of reinforcement learning used, with rewards and advantages."""
+    with session(as_json, url) as (client, output):
+        found = client.rollouts(job, step=step, offset=offset, limit=limit)
+        output.json(found) if as_json else print_rollouts(found, output.data)

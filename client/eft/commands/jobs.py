@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from eft.commands.pipelines import refuse_job_options, submit_pipeline
+from eft.commands.models.pipelines import refuse_job_options, submit_pipeline
+from eft.commands.models.sweeps import submit_sweep
 from eft.commands.plan import tell_notices
-from eft.commands.sweeps import submit_sweep
 from eft.commands.waiting import (
     ENDS,
     Deadline,

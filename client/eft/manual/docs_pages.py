@@ -74,7 +74,7 @@ def operator_page(everything: Sequence[ManualPage]) -> str:
     return _further("The command line for operators", everything, [QUEUE, PEOPLE, BOX])
 
 
-def _further(title: str, everything: Sequence[ManualPage], headings: Iterable[str]) -> str:
+def _further(title: str, everything: Sequence[ManualPage], headings: Sequence[str]) -> str:
     lines = [
         f"# {title}",
         "",
@@ -88,17 +88,19 @@ def _further(title: str, everything: Sequence[ManualPage], headings: Iterable[st
 PAGES = {"cli.md": user_page, "cli-models.md": model_page, "cli-operators.md": operator_page}
 
 
-def _sections(everything: Sequence[ManualPage], headings: Iterable[str]) -> list[str]:
+def _sections(everything: Sequence[ManualPage], headings: Sequence[str]) -> list[str]:
     root, *others = everything
     shared = _shared(everything)
-    with ThreadPoolExecutor(4) as pool:  # each asks a program for its --help
-        told = dict(pool.map(lambda page: (page.path, sections(page.module) if page.module else ()), others))
     lines: list[str] = []
     commands = dict(root.headings())
+    here = {name for heading in headings for name, _ in commands.get(heading, ())}
+    asked = [page for page in others if page.path[0] in here]
+    with ThreadPoolExecutor(4) as pool:  # each asks a program for its --help, which takes a CPU second
+        told = dict(pool.map(lambda page: (page.path, sections(page.module) if page.module else ()), asked))
     for heading in headings:
         lines += ["", f"## {heading}"]
         for name, _ in commands.get(heading, ()):
-            for page in others:
+            for page in asked:
                 if page.path[0] == name and (page.module is not None or not page.commands):
                     lines += _section(page, told[page.path], shared)
     return lines

@@ -133,6 +133,15 @@ class Jobs:
         answer: dict[str, Any] = self._transport.json("GET", f"{paths.job(job_id)}/samples", params=params)
         return answer
 
+    def rollouts(
+        self, job_id: str, *, step: int | None = None, offset: int = 0, limit: int | None = None
+    ) -> dict[str, Any]:
+        """A page of the answers that a step of reinforcement learning used (default: the newest), with their rewards.
+        `offset`: the `next` of the page before."""
+        params: dict[str, Param] = {"step": step, "offset": offset, "limit": limit}
+        answer: dict[str, Any] = self._transport.json("GET", f"{paths.job(job_id)}/rollouts", params=params)
+        return answer
+
     # --- what they printed
 
     def logs(

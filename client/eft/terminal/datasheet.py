@@ -103,6 +103,29 @@ def print_samples(found: dict[str, Any], console: Console) -> None:
                 _line(console, Text.assemble((f"{name:>9}  ", style), _safe(one[name]).strip("\n")))
 
 
+def print_rollouts(found: dict[str, Any], console: Console) -> None:
+    """Answers of a rollout with their rewards, below their prompts."""
+    if found["newest"] is None:
+        _line(console, Text("no rollouts; stages that learn from sampled answers keep them"))
+        return
+    mismatch = found["sampler_mismatch_kl"]
+    words = f"answers of step {found['step']} (the newest are of step {found['newest']})"
+    _line(console, Text(words if mismatch is None else f"{words}, sampler_mismatch_kl {mismatch:.2g}"))
+    line = None
+    for one in found["data"]:
+        if one["line"] != line:
+            line = one["line"]
+            _line(console, Text(""))
+            _line(console, Text(f"line {line}: {_safe(one['prompt'])}".strip("\n"), style="dim"))
+        rewards = ", ".join(f"{name} {value:g}" for name, value in one["rewards"].items())
+        words = f"  reward {one['reward']:g} ({_safe(rewards)}), advantage {one['advantage']:+.2f}, "
+        words += f"{one['tokens']} tokens" + ("" if one["finished"] else ", cut off")
+        _line(console, Text(words, style="cyan"))
+        _line(console, Text(f"    {_safe(one['completion'])}".rstrip("\n")))
+    if found["next"] is not None:
+        _line(console, Text(f"there are more: --step {found['step']} --offset {found['next']}", style="yellow"))
+
+
 def _histogram(tokens: dict[str, Any], limit: int, console: Console) -> None:
     _line(
         console,

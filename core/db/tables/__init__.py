@@ -26,6 +26,7 @@ from core.db.tables.models import RegisteredModel
 from core.db.tables.notices import Delivery, Webhook
 from core.db.tables.people import ApiKey, Audit, IdempotencyKey, Membership, Project, User
 from core.db.tables.pipelines import Pipeline, PipelineEvent, PipelineStep
+from core.db.tables.serving import CompletionPiece, CompletionRow, ServingRow
 from core.db.tables.sessions import SessionOperation, SessionRow
 from core.db.tables.slots import Allocation, Hold, Maintenance, Node
 from core.db.tables.sweeps import SweepRow
@@ -43,6 +44,8 @@ __all__ = [
     "Attempt",
     "Audit",
     "Base",
+    "CompletionPiece",
+    "CompletionRow",
     "DeletedJobs",
     "Delivery",
     "DiskUsage",
@@ -69,6 +72,7 @@ __all__ = [
     "Project",
     "RegisteredModel",
     "SchemaFloor",
+    "ServingRow",
     "SessionOperation",
     "SessionRow",
     "SweepRow",

@@ -13,8 +13,8 @@ from core.db.tables.base import Base, Id, Owned
 QUEUED = "status = 'queued'"
 
 WAITS_FOR = {
-    "prepare": f"{QUEUED} AND unmet = 0 AND kind IN ('train', 'session') AND prepared IS NULL",
-    "train": f"{QUEUED} AND unmet = 0 AND kind IN ('train', 'session') AND prepared IS NOT NULL",
+    "prepare": f"{QUEUED} AND unmet = 0 AND kind IN ('train', 'session', 'serving') AND prepared IS NULL",
+    "train": f"{QUEUED} AND unmet = 0 AND kind IN ('train', 'session', 'serving') AND prepared IS NOT NULL",
     "preview": f"{QUEUED} AND kind = 'preview'",
     "export": f"{QUEUED} AND kind = 'export'",
 }
@@ -57,7 +57,8 @@ class Job(Owned, Base):
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     kind: Mapped[str] = mapped_column(String(16), insert_default="train")
     """train, or preview: rendering a file as that training would, on a slot without a GPU
-    (core/jobs/lifecycle/previews.py); or export: formats of a model (core/jobs/lifecycle/registry/exports.py)."""
+    (core/jobs/lifecycle/previews.py); or export: formats of a model (core/jobs/lifecycle/registry/exports.py);
+    or upload: a model that was made elsewhere (core/jobs/lifecycle/registry/uploads.py), which never waits."""
     name: Mapped[str | None] = mapped_column(String(100))
     tags: Mapped[list[Any]] = mapped_column(insert_default=list)
     """Words to find it by; those of the spec until people change them (core/jobs/lifecycle/changes.py)."""

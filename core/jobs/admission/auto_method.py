@@ -17,7 +17,7 @@ from core.db.tables import Job
 from core.errors import SpecError
 from core.jobs.admission import fit, lengths, oom_backoff, shapes
 from core.jobs.base.slots import Slot
-from core.plan.candidates import LORA, Candidate, candidates
+from core.plan.candidates import FULL, LORA, Candidate, candidates
 from core.plan.device import Device
 from core.plan.memory import Plan, fits, plan
 from core.plan.models.shape import Shape
@@ -26,6 +26,8 @@ from core.plan.stream import MARGIN
 from core.spec.axes.method import Auto
 from core.spec.job import JobSpec
 
+FEW_ROWS = 1_000
+"""Training rows below which full fine-tuning is not chosen: it fits so few rows by heart, and needs more memory."""
 AXES = ("method", "quantization", "optimizer", "memory")
 """What depends on the method."""
 
@@ -62,23 +64,27 @@ class ResolvedMethod:
         }
 
 
-def settle(spec: JobSpec, shape: Shape | None, longest: int, slot: Slot) -> ResolvedMethod:
-    """What `spec` comes to on `slot`; a job that names its method comes to that."""
+def settle(spec: JobSpec, shape: Shape | None, longest: int, slot: Slot, rows: int | None = None) -> ResolvedMethod:
+    """What `spec` comes to on `slot`; a job that names its method comes to that. `rows`: training rows, if known."""
     if shape is None:
         return _unknown(spec, "the shape of its model is unknown, so its memory cannot be planned")
     if (usable := fit.device_of(slot).usable) is None:
         return _unknown(spec, "the memory of the slot is unknown")
     try:
-        return _cascade(spec, shape, longest, fit.device_of(slot), usable)
+        return _cascade(spec, shape, longest, fit.device_of(slot), usable, rows)
     except SpecError as error:  # of modules that the model does not have, say: its trainer says so again
         return _unknown(spec, f"the memory cannot be planned ({error.message})")
 
 
-def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: int) -> ResolvedMethod:
+def _cascade(
+    spec: JobSpec, shape: Shape, longest: int, device: Device, usable: int, rows: int | None
+) -> ResolvedMethod:
     rejected: list[tuple[str, str]] = []
     possible: list[tuple[Candidate, Plan]] = []
     for rung in candidates(spec):
         why = rung.reason if rung.spec is None else fit.ruled_out(rung.spec, shape)
+        if why is None and isinstance(spec.method, Auto) and rung.name.startswith(FULL):
+            why = _too_few(rows)
         if rung.spec is None or why is not None:
             rejected.append((rung.name, why or rung.reason))
             continue
@@ -103,6 +109,12 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
     rung, cut, planned = min(least, key=lambda one: one[2].peak)
     words = f"nothing fits by the plan; this candidate takes the least ({fit.gb(planned.peak)} of {fit.gb(usable)})"
     return ResolvedMethod(rung, words, _others(rejected, rung), cut, planned, False)
+
+
+def _too_few(rows: int | None) -> str | None:
+    if rows is None or rows >= FEW_ROWS:
+        return None
+    return f"{rows} training rows are few for all weights of a model (fewer than {FEW_ROWS:,})"
 
 
 def _smaller(spec: JobSpec, planned: Plan) -> dict[str, int] | None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
-from core.db.tables import PREVIEWS, Job
+from core.db.tables import PREVIEWS, File, Job
 from core.jobs.base.states import Status
 from core.spec.axes.data import FileSource
 from core.spec.job import JobSpec
@@ -28,6 +28,13 @@ class RowLengths:
     """Tokens of all training rows, each counted once."""
     epoch_rows: int | None = None
     """Training rows that are used."""
+    file_rows: int | None = None
+    """Rows of the training file; None: it is no upload."""
+
+    @property
+    def training(self) -> int | None:
+        """Training rows, as far as they are known: at most so many."""
+        return self.file_rows if self.epoch_rows is None else self.epoch_rows
 
 
 def rows(session: Session, project_id: str, spec: JobSpec) -> RowLengths:
@@ -36,6 +43,9 @@ def rows(session: Session, project_id: str, spec: JobSpec) -> RowLengths:
     train = spec.data.train
     if not isinstance(train, FileSource):
         return RowLengths(limit, "max_length")
+    uploaded = session.execute(
+        select(File.rows).where(File.project_id == project_id, File.id == train.id)
+    ).scalar_one_or_none()
     found = session.execute(
         select(Job.spec, Job.result)
         .where(
@@ -62,8 +72,9 @@ def rows(session: Session, project_id: str, spec: JobSpec) -> RowLengths:
             "preview" if here else "max_length",
             int(epoch["tokens"]) if whole and "tokens" in epoch else None,
             rows_used if whole else None,
+            uploaded,
         )
-    return RowLengths(limit, "max_length")
+    return RowLengths(limit, "max_length", file_rows=uploaded)
 
 
 def _counted_by(spec: dict[str, Any]) -> tuple[Any, ...]:

@@ -21,6 +21,8 @@ from core.spec.job import JobSpec
 from core.spec.run.chain import HandedBack, ModelChain, WeightFile
 from core.spec.run.folder import RUN_RECORD_FILE
 
+MADE_BY = ("train", "upload")
+"""Kinds of rows that stand for a model."""
 INHERITED = (
     *("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights", "modules_to_save"),
     "new_tokens",
@@ -72,14 +74,14 @@ def pin_export(session: Session, job: Job) -> ModelChain:
     of an adapter. The card of the formats takes its figures from the run record. SpecError where the weights are
     gone."""
     trained = effective(job.spec, job.settled, job.adjusted or {})
-    handed = _handed_back(session, job, "adapter" if _trains_adapter(trained) else "model", trained)
+    handed = handed_back(session, job, "adapter" if _trains_adapter(trained) else "model", trained)
     query = select(Artifact).where(Artifact.job_id == job.id, Artifact.path == RUN_RECORD_FILE)
     record = session.execute(query).scalar_one_or_none()
     if record is None:
         words = f"`{job.id}` has no {RUN_RECORD_FILE} to write a model card from: train it again"
         raise _refused(Fault("model_job_gone", words, "model.id"))
     files = [*handed.files, WeightFile(path=record.path, bytes=record.bytes, sha256=record.sha256)]
-    before = ModelChain.model_validate(job.chain) if job.chain is not None else _base(job)
+    before = ModelChain.model_validate(job.chain) if job.chain is not None else base_of(job)
     return before.model_copy(update={"adapter": handed.model_copy(update={"files": files})})
 
 
@@ -97,12 +99,15 @@ def built_on(session: Session, job: Job) -> str | None:
     """The newest job that needs what this one has handed back: it has not ended, or its adapter stands on a model into
     which this one's was merged, or on these weights."""
     query = select(Job.id, Job.kind, Job.status, Job.chain, Job.spec, Job.settled).where(
-        Job.project_id == job.project_id, Job.chain.is_not(None), cast(Job.chain, Text).contains(job.id)
+        Job.project_id == job.project_id,
+        Job.kind != "serving",
+        Job.chain.is_not(None),
+        cast(Job.chain, Text).contains(job.id),
     )
     for child in session.execute(query.order_by(Job.id.desc())):
         if Status(child.status) not in FINAL:
             return str(child.id)
-        if Status(child.status) is not Status.SUCCEEDED or child.kind != "train":
+        if Status(child.status) is not Status.SUCCEEDED or child.kind not in MADE_BY:
             continue
         chain = ModelChain.model_validate(child.chain)
         beneath = [*chain.merges, *([] if chain.weights is None else [chain.weights])]
@@ -115,11 +120,13 @@ def words_of_use(child: str, what: str) -> str:
     """Why `what` cannot be deleted, which the job or export `child` needs, and the way out."""
     if child.startswith("export-"):
         return f"`{child}` is making formats of {what}: cancel it, or wait for its end"
+    if child.startswith("upload-"):
+        child = f"model-{child.removeprefix('upload-')}"
     return f"`{child}` was made from {what} and needs it: delete `{child}` first"
 
 
 def _find(session: Session, project_id: str, job_id: str, *, lock: bool = False) -> Job:
-    query = select(Job).where(Job.id == job_id, Job.project_id == project_id, Job.kind == "train")
+    query = select(Job).where(Job.id == job_id, Job.project_id == project_id, Job.kind.in_(MADE_BY))
     # Shared: any number of jobs may be submitted over it at once, and it cannot be deleted meanwhile.
     row = session.execute(query.with_for_update(read=True) if lock else query).scalar_one_or_none()
     if row is None:
@@ -212,15 +219,15 @@ def _continued(method: Adapter, parent: Adapter) -> Adapter:
 def _chain(session: Session, parent: Job, adapter: str | None) -> ModelChain:
     trained = effective(parent.spec, parent.settled, parent.adjusted or {})
     if not _trains_adapter(trained):
-        return ModelChain(weights=_handed_back(session, parent, "model"))
-    handed = _handed_back(session, parent, "adapter", trained)
-    before = ModelChain.model_validate(parent.chain) if parent.chain is not None else _base(parent)
+        return ModelChain(weights=handed_back(session, parent, "model"))
+    handed = handed_back(session, parent, "adapter", trained)
+    before = ModelChain.model_validate(parent.chain) if parent.chain is not None else base_of(parent)
     if adapter == "continue":
         return before.model_copy(update={"adapter": handed})
     return before.model_copy(update={"merges": [*before.merges, handed], "adapter": None})
 
 
-def _base(parent: Job) -> ModelChain:
+def base_of(parent: Job) -> ModelChain:
     """The model over which a job was trained that is no job's, at the commit that it had then."""
     model = JobSpec.model_validate(parent.spec).model
     source: dict[str, Any] = (parent.prepared or {}).get("source", {})
@@ -236,7 +243,7 @@ def _base(parent: Job) -> ModelChain:
     return ModelChain(root=root, root_source=pinned)
 
 
-def _handed_back(session: Session, job: Job, folder: Any, trained: JobSpec | None = None) -> HandedBack:
+def handed_back(session: Session, job: Job, folder: Any, trained: JobSpec | None = None) -> HandedBack:
     """SpecError where the job's weights are not listed."""
     rows = session.execute(
         select(Artifact)

@@ -24,6 +24,7 @@ EVENTS = {
 }
 """Events that webhooks receive. A retried job starts again."""
 PIPELINE_EVENTS = ("pipeline.succeeded", "pipeline.failed", "pipeline.cancelled")
+SWEEP_EVENTS = ("sweep.succeeded", "sweep.failed", "sweep.cancelled")
 TEST = "webhook.test"
 
 
@@ -47,10 +48,10 @@ def tell(session: Session, job: Job, status: Status) -> None:
             write(session, job.owner_id, job.project_id, hook.id, kind, data, job_id=job.id)
 
 
-def tell_pipeline(
+def tell_end(
     session: Session, owner_id: str, project_id: str, kind: str, data: dict[str, Any], named: Sequence[str]
 ) -> None:
-    """Write a notice for each webhook that wants to know of the end of a pipeline."""
+    """Write a notice for each webhook that wants to know of the end of a pipeline or sweep."""
     hooks = session.execute(
         select(Webhook.id, Webhook.events, Webhook.all_jobs)
         .where(Webhook.project_id == project_id, Webhook.disabled_at.is_(None))

@@ -147,7 +147,7 @@ def kind_of(job: Job, slots: Sequence[Slot]) -> Kind:
     """What an attempt on these slots does: a job whose model is not there yet is prepared, whatever the slot."""
     if job.prepared is None:
         return Kind.PREPARE
-    return Kind.SESSION if job.kind == Kind.SESSION else slots[0].phase
+    return Kind(job.kind) if job.kind in (Kind.SESSION, Kind.SERVING) else slots[0].phase
 
 
 def decide(
@@ -229,8 +229,9 @@ def _take(
 def _settle(session: Session, job: Job, slot: Slot) -> dict[str, Any]:
     """The columns of a job whose method is settled now, by what `slot` has."""
     spec = oom_backoff.apply(JobSpec.model_validate(job.spec), job.adjusted or {})
-    shape, longest = shapes.known(session, spec.model), lengths.rows(session, job.project_id, spec).longest
-    found = auto_method.settle(spec, shape, longest, slot)
+    shape, rows = shapes.known(session, spec.model), lengths.rows(session, job.project_id, spec)
+    longest = rows.longest
+    found = auto_method.settle(spec, shape, longest, slot, rows.training)
     key = Key.parse(job.queue_key)
     if key.needs.plan is not None and found.fits and found.plan is not None and shape is not None:
         key = fit.planned(key, found.spec, shape, longest, [slot])  # what it has come to, it stays

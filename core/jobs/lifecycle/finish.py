@@ -143,6 +143,8 @@ def _next(
             return Status.QUEUED, "its model is ready; waits for a slot", _got_on | {"prepared": outcome.result}, {}
         case Succeeded():
             return Status.SUCCEEDED, "finished", {"result": outcome.result}, {}
+        case Requeued() if pausing and kind == Kind.SERVING:
+            return Status.PAUSED, "left its slot: the next request brings it back", {}, {}
         case Requeued() if pausing and kind == Kind.SESSION:
             return Status.PAUSED, "parked: the next operation brings it back", {}, {}
         case Requeued() if pausing:

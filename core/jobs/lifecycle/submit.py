@@ -23,13 +23,24 @@ from core.spec.run.chain import ModelChain
 
 __all__ = ["Actor", "cancel", "find", "pause", "resume", "retry", "submit"]
 
+BELOW_ALL = -101
+"""Priority of a serving: that of no job is as low."""
+ASKED = {
+    "train": "job.submit",
+    "preview": "preview.ask",
+    "export": "model.export",
+    "session": "session.create",
+    "serving": "serving.start",
+}
+"""Names of the actions in the audit."""
+
 
 def submit(
     session: Session,
     actor: Actor,
     spec: JobSpec,
     *,
-    kind: Literal["train", "preview", "export", "session"] = "train",
+    kind: Literal["train", "preview", "export", "session", "serving"] = "train",
     retry_of: Job | None = None,
     chain: ModelChain | None = None,
     pipeline_id: str | None = None,
@@ -45,7 +56,7 @@ def submit(
     NotFound or SpecError where its model is a job that there is no going on from, and QueueFull or SpecsFull beyond
     `bounds`.
     """
-    priority = spec.priority if kind in ("train", "session") else 0
+    priority = spec.priority if kind in ("train", "session") else BELOW_ALL if kind == "serving" else 0
     if retry_of is None:
         quotas.check_priority(session, actor.project_id, priority)
     else:  # accepted once; the limit may have been lowered since
@@ -130,8 +141,7 @@ def submit(
         job.reason = dependencies.words(session, job_id)
         session.flush()
     told = {"name": spec.name} | ({} if retry_of is None else {"retry_of": retry_of.id})
-    asked = {"train": "job.submit", "preview": "preview.ask", "export": "model.export", "session": "session.create"}
-    audit.record(session, actor, asked[kind], job_id, told)
+    audit.record(session, actor, ASKED[kind], job_id, told)
     outbox.ring(session, job_id)
     return job
 

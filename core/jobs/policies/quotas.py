@@ -59,6 +59,10 @@ class Quota:
                 return f"{who}: quota of {_gb(self.limit)} on disk is used ({_gb(self.used)}); see `eft delete`"
 
 
+SERVING = "serving-"
+"""Prefix of the ids of models that are served, which count in no quota of running jobs."""
+
+
 @dataclass(slots=True)
 class QuotaUsage:
     """Quotas and what is used of them, as of one moment. `take` counts a job that is started."""
@@ -115,7 +119,11 @@ def standing(session: Session, spans: Iterable[UsageSpan], now: float) -> QuotaU
     limits = {(row.scope, row.subject_id): row for row in session.execute(select(Limit)).scalars()}
     found = QuotaUsage(limits)
     spans = list(spans)
-    at_work = {span.attempt: (span.owner_id, span.project_id) for span in spans if span.ended is None}
+    at_work = {
+        span.attempt: (span.owner_id, span.project_id)
+        for span in spans
+        if span.ended is None and not span.attempt[0].startswith(SERVING)  # it leaves as soon as a job can start
+    }
     for owner_id, project_id in at_work.values():  # jobs, however many slots each has
         found.take(owner_id, project_id)
     if any(row.gpu_hours_week is not None for row in limits.values()):

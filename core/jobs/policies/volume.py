@@ -80,7 +80,10 @@ def drop(session: Session, project_id: str, document: Mapping[str, Any]) -> None
 
 
 def require_room(
-    session: Session, project_id: str, bounds: VolumeLimits, kind: Literal["train", "export", "session"] = "train"
+    session: Session,
+    project_id: str,
+    bounds: VolumeLimits,
+    kind: Literal["train", "export", "session", "serving"] = "train",
 ) -> None:
     """Raises QueueFull before a job, or an export, is put in the queue. Call it behind `add`, which takes the lock."""
     noun = "jobs" if kind == "train" else f"{kind}s"

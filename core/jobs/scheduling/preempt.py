@@ -1,4 +1,5 @@
 """Running jobs make room for waiting ones of a higher priority, where their project allows it (limits.preemptible).
+A serving makes room for any job, at once.
 
 Who is asked writes a checkpoint, leaves, waits in the queue again and goes on from there, bit for bit, as after a hold
 or a drain. Nobody is asked in vain, nor more than are needed: only where the waiting job starts once they are gone, and
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import exists, select, text
+from sqlalchemy import exists, or_, select, text
 from sqlalchemy.orm import Session
 
 from core.db.tables import WAITS_FOR, Attempt, Job, Limit
@@ -21,12 +22,16 @@ from core.jobs.base.shares import HALF_LIFE_SECONDS
 from core.jobs.base.slots import Key, Needs
 from core.jobs.base.states import Status
 from core.jobs.base.stop_reasons import StopReason
-from core.jobs.base.transitions import append_events
+from core.jobs.base.transitions import append_events, move
 from core.jobs.kinds import ON_TRAINING_SLOTS, Kind
 from core.jobs.policies import audit
 from core.jobs.scheduling import gang_scheduling, queue_order, runtime_estimates
 from core.jobs.scheduling.gang_scheduling import ClusterState
 from core.jobs.scheduling.queue_order import Waiting
+from core.settings import Settings
+
+FOR_A_JOB = "a job needs its slot; the next request brings it back"
+"""Why a serving leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,16 @@ class PreemptionSettings:
     half_life: float = HALF_LIFE_SECONDS
     leave_seconds: float = gang_scheduling.LEAVE_SECONDS
     """A job that will end within this many seconds is not preempted."""
+
+    @classmethod
+    def of(cls, settings: Settings, room: int | None) -> PreemptionSettings:
+        return cls(
+            settings.preempt_min_seconds,
+            settings.lease_seconds,
+            room,
+            settings.fairshare_half_life_hours * 3600.0,
+            settings.stop_grace_seconds + settings.gpu_clear_seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +80,8 @@ class _Victim:
 def possible(session: Session) -> bool:
     """Whether `ask` could find anybody: looked at every few seconds, and mostly not the case."""
     allowed = select(Limit.subject_id).where(Limit.scope == "project", Limit.preemptible.is_(True))
-    running = select(Job.priority).where(Job.status == Status.RUNNING.value, Job.project_id.in_(allowed)).subquery()
+    may = or_(Job.project_id.in_(allowed), Job.kind == Kind.SERVING)
+    running = select(Job.priority).where(Job.status == Status.RUNNING.value, may).subquery()
     waits = exists().where(text(WAITS_FOR[Kind.TRAIN]), Job.priority > running.c.priority)
     return session.execute(select(running.c.priority).where(waits).limit(1)).first() is not None
 
@@ -125,13 +141,15 @@ def _victims(session: Session, state: ClusterState, rules: PreemptionSettings) -
     rows = session.execute(
         select(Job, Attempt.training_at)
         .join(Attempt, (Attempt.job_id == Job.id) & (Attempt.attempt == Job.attempt))
-        .join(Limit, (Limit.scope == "project") & (Limit.subject_id == Job.project_id))
+        .outerjoin(Limit, (Limit.scope == "project") & (Limit.subject_id == Job.project_id))
         .where(
-            Limit.preemptible.is_(True),
+            or_(
+                Limit.preemptible.is_(True) & (Attempt.training_at <= state.now - rules.min_seconds),
+                Job.kind == Kind.SERVING,
+            ),
             Job.status == Status.RUNNING.value,
             Job.stop_requested.is_(None),
             Attempt.kind.in_(ON_TRAINING_SLOTS),
-            Attempt.training_at <= state.now - rules.min_seconds,
         )
         .order_by(Job.id)
     ).all()
@@ -139,9 +157,8 @@ def _victims(session: Session, state: ClusterState, rules: PreemptionSettings) -
     found = {}
     for job, training_at in rows:
         over = to_go[job.id].expected
-        assert training_at is not None  # the condition has it
         if job.id in seats and (over is None or over > rules.leave_seconds):
-            found[job.id] = _Victim(job, frozenset(seats[job.id]), state.now - training_at)
+            found[job.id] = _Victim(job, frozenset(seats[job.id]), state.now - (training_at or state.now))
     return found
 
 
@@ -204,6 +221,9 @@ def _cover(victims: Sequence[_Victim], numbers: set[int], need: int) -> tuple[Co
 
 
 def _ask(session: Session, job: Job, waiting: Waiting, now: float) -> None:
+    if job.kind == Kind.SERVING:
+        move(session, job, Status.PAUSING, reason=FOR_A_JOB, values={"stop_requested": StopReason.PREEMPT})
+        return
     key = waiting.key
     preempted = {"job": waiting.id, "project": key.project_id, "priority": key.priority, "at": now}
     guards = [Job.status == Status.RUNNING.value, Job.attempt == job.attempt, Job.stop_requested.is_(None)]

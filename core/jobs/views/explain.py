@@ -100,7 +100,7 @@ def job(session: Session, settings: QueueSettings, waiting: Job) -> Explanation 
     if waiting.status != Status.QUEUED.value:
         return None
     phase = Kind.PREPARE if waiting.prepared is None else Kind.TRAIN
-    if waiting.kind not in ("train", "session"):
+    if waiting.kind not in ("train", "session", "serving"):
         phase = Kind(waiting.kind)
     return QueueExplainer(session, settings).explain_one(phase, waiting)
 
@@ -195,7 +195,7 @@ class QueueExplainer:
     def _others(self, phase: Kind, known: Iterable[str], limit: int) -> list[Job]:
         """What waits and is in no line, oldest first."""
         in_line = set(known)
-        query = select(Job).where(Job.status == Status.QUEUED.value, Job.kind.in_(("train", "session")))
+        query = select(Job).where(Job.status == Status.QUEUED.value, Job.kind.in_(("train", "session", "serving")))
         query = query.where(Job.prepared.is_(None) if phase == Kind.PREPARE else Job.prepared.is_not(None))
         rows = self._session.execute(query.order_by(Job.created_at, Job.id).limit(len(in_line) + limit)).scalars()
         return [row for row in rows if row.id not in in_line][:limit]

@@ -14,6 +14,7 @@ from core.errors import Conflict, NotFound
 from core.jobs.base.transitions import Actor
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model, RegistryModel
 
+_UPLOAD = re.compile(r"upload-[0-9a-z]{26}")
 LAST = "last"
 """The newest one that the caller made."""
 SHORTEST = 4
@@ -103,6 +104,8 @@ def named_model(session: Session, actor: Actor, model: Model) -> Model:
     """The model axis of a job with the full id of the job that it names, by whatever handle, or whose entry of the
     registry it names. Raises NotFound and Conflict, as `resolve`."""
     match model:
+        case JobModel() if _UPLOAD.fullmatch(model.id):
+            return model  # its resolved form: people name its entry of the registry
         case JobModel():
             return model.model_copy(update={"id": resolve(session, actor, JOB, model.id, field="model.id")})
         case RegistryModel():

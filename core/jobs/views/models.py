@@ -104,7 +104,7 @@ def _describe(session: Session, model: RegisteredModel, job: Job, user: str, pro
         user,
         project,
         model.tags,
-        spec.stage.type,
+        "upload" if job.kind == "upload" else spec.stage.type,
         spec.method.type,
         _base(job),
         None if before is None else id_of(before),

@@ -147,6 +147,12 @@ def metric_series(session: Session, job_id: str, names: Collection[str] = ()) ->
     return series
 
 
+def metric_at(session: Session, job_id: str, name: str, step: int) -> float | None:
+    """Value of a metric at a step, as the latest attempt has told it; None where it has not."""
+    query = select(Metric.value).where(Metric.job_id == job_id, Metric.name == name, Metric.step == step)
+    return session.execute(query.order_by(Metric.attempt.desc()).limit(1)).scalar_one_or_none()
+
+
 def metric_figures(session: Session, job_ids: Collection[str], name: str) -> dict[str, tuple[float, float, float]]:
     """Last, smallest and largest value of a metric, for each of the jobs that have it. Where several attempts did a
     step, the latest one's value counts."""

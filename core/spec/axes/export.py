@@ -66,7 +66,34 @@ class VLLMAdapter(SpecModel):
     was trained over packed weights (`qlora`), since vLLM serves it over those of the files."""
 
 
-Export = Annotated[Merged | GGUF | VLLMAdapter, Field(discriminator="type"), short_form(by_type, otherwise="merged")]
+class FP8(SpecModel):
+    """The whole model with its linear layers in 8-bit floats (E4M3), one scale for each output, in the layout of
+    compressed-tensors, which vLLM and SGLang serve. Inputs of these layers are rounded to 8 bits too while it runs. The
+    output head stays in 16 bits. compressed-tensors reads the folder, and its logits are compared with those of the
+    trained model."""
+
+    type: Literal["fp8"] = "fp8"
+    merge_onto: MergeOnto = "trained"
+    """Weights that the adapter is merged into; see `merged`."""
+    min_retention: Retention | None = None
+    """Least retention (docs/exports.md) with which the folder is released. Default: 0.97."""
+
+
+class GPTQ(SpecModel):
+    """The whole model with its linear layers in 4 bits, chosen by GPTQ over training rows (arXiv:2210.17323), in the
+    layout of compressed-tensors, which vLLM and SGLang serve. The output head stays in 16 bits. compressed-tensors
+    reads the folder, and its logits are compared with those of the trained model."""
+
+    type: Literal["gptq"] = "gptq"
+    merge_onto: MergeOnto = "trained"
+    """Weights that the adapter is merged into; see `merged`."""
+    min_retention: Retention | None = None
+    """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
+
+
+Export = Annotated[
+    Merged | GGUF | VLLMAdapter | FP8 | GPTQ, Field(discriminator="type"), short_form(by_type, otherwise="merged")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +118,10 @@ def about(export: Export) -> AboutFormat:
             return AboutFormat(f"gguf-{kind}", f"the GGUF file ({kind})", "gguf_withheld", GGUF_RETENTION[kind])
         case VLLMAdapter():
             return AboutFormat("vllm", "the adapter for vLLM", "vllm_withheld", 0.90)
+        case FP8():
+            return AboutFormat("fp8", "the fp8 model", "packed_withheld", 0.97)
+        case GPTQ():
+            return AboutFormat("gptq", "the GPTQ model", "packed_withheld", 0.90)
         case _ as never:
             assert_never(never)
 

@@ -16,3 +16,8 @@ UNFINISHED = "tmp-"
 RANKS = "ranks-"
 """Prefix of the private folder in which several ranks find each other (core/train/ranks). Once they are dead, it is
 rubbish."""
+
+
+def rollout_file(number: int) -> str:
+    """Name of a rollout's file below ROLLOUTS, in the order of their numbers."""
+    return f"{number:08d}.jsonl"

@@ -140,6 +140,17 @@ class SessionOrder(RunOrder):
     """Answers that are generated at once."""
 
 
+class ServingOrder(RunOrder):
+    """What the serving child is to do: `python -m core.train.serving RUN_DIR FD`. Requests come over FD, its end of a
+    socket pair (core/spec/run/frames.py). It brings no rows: `train` is empty."""
+
+    train: DataOrder = DataOrder(sources=[])
+    slots: int = Field(default=16, ge=1)
+    """Answers that are computed at once."""
+    adapters: int = Field(default=16, ge=1)
+    """Adapters that are kept on the base at once."""
+
+
 class DatasetOrder(SpecModel):
     """A hub data set, and where the job names it."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, TypeAdapter
+from pydantic import Field, StringConstraints, TypeAdapter, model_validator
 
 from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW, Optimizer
@@ -13,6 +13,7 @@ from core.spec.session.losses import CrossEntropy, SessionLoss
 
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 CheckpointName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Folder = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MOST_NEW_TOKENS = 1 << 20
@@ -41,7 +42,7 @@ class LoadModel(OfModel):
     """Put saved weights in the place of an adapter's, or make a new adapter of them."""
 
     op: Literal["load"] = "load"
-    folder: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    folder: Folder
     """Folder of an adapter in PEFT's form: one that `save` made, or one from elsewhere."""
     optimizer: Optimizer = AdamW()
     """The optimizer of a new adapter."""
@@ -97,6 +98,14 @@ class OfModelOrBase(SpecModel):
 
     model: ModelName | None = None
     """Name of the adapter; null: the base alone."""
+    folder: Folder | None = None
+    """Folder of a saved adapter, used in the place of `model`."""
+
+    @model_validator(mode="after")
+    def _one_adapter(self) -> Self:
+        if self.model is not None and self.folder is not None:
+            raise ValueError("an operation takes either `model` or `folder`")
+        return self
 
 
 class Generate(OfModelOrBase):
@@ -117,6 +126,8 @@ class Generate(OfModelOrBase):
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     """Tokens that end an answer; null: the tokenizer's end of sequence."""
     seed: Seed = 0
+    prompt_logprobs: bool = False
+    """Return the log-probability of each token of the prompts, as `logprobs` does."""
 
 
 class Logprobs(OfModelOrBase):

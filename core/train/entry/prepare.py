@@ -35,7 +35,7 @@ from core.train.entry.fencing import arm, leave
 from core.train.export.prepare import prepare_exports
 from core.train.hub import download, gguf, model_files
 from core.train.hub.datasets import prepare_dataset
-from core.train.hub.handed_back_files import checked_folder
+from core.train.hub.handed_back_files import checked_folder, has_tokenizer, require_fit
 from core.train.hub.model_cache import CachedModel, ModelCache
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -167,7 +167,8 @@ def prepare_chain(
     if chain.adapter is None:
         return found
     adapter = folders[id(chain.adapter)]
-    return replace(found, adapter_dir=adapter, tokenizer_dir=adapter)
+    require_fit(adapter, found.model_dir)
+    return replace(found, adapter_dir=adapter, tokenizer_dir=adapter if has_tokenizer(adapter) else None)
 
 
 def _merged(
@@ -180,6 +181,7 @@ def _merged(
             return entry
         from core.train.export.merge_first import write_merged_model
 
+        require_fit(adapter, base.model_dir)
         on_progress("converting", 0, None)
         shutil.rmtree(work / MODEL, ignore_errors=True)  # half a model is of no use
         size = sum(path.stat().st_size for path in base.model_dir.glob("*.safetensors"))
@@ -200,7 +202,9 @@ def _chain_tokenizer(
     """The tokenizer of the newest job of the chain, with the configuration of its base model."""
     newest = chain.adapter or (chain.merges[-1] if chain.merges else chain.weights)
     assert newest is not None  # a chain has at least one job
-    tokenizer = checked_folder(runs_dir, newest, cache.digest)
+    tokenizer: Path | None = checked_folder(runs_dir, newest, cache.digest)
+    if tokenizer is not None and not has_tokenizer(tokenizer):
+        tokenizer = None  # that of the base model
     if chain.weights is not None:
         base = Prepared(checked_folder(runs_dir, chain.weights, cache.digest), {"type": "job"}, 0, {})
     else:

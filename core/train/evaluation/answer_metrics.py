@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, assert_never
 
 from core.spec.axes.evaluation.generation import (
-    AnswerMetricArm,
     ChrF,
     Contains,
     ExactMatch,
     JsonValid,
     NumberMatch,
     RougeL,
+    TextMetric,
     TokenF1,
     ToolCallMatch,
 )
@@ -28,7 +28,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 CHRF_ORDER, CHRF_BETA = 6, 2
 
 
-def score(metric: AnswerMetricArm, answer: str, completion: str) -> float:
+def score(metric: TextMetric, answer: str, completion: str) -> float:
     """Score an answer. 0 where `extract` finds nothing in it, or nothing in the completion."""
     given, right = extracted(metric.extract, answer), extracted(metric.extract, completion)
     if given is None or right is None:

@@ -148,7 +148,10 @@ def _kind(path: Path) -> str:
             return "adapter"
         case _, name if name.endswith(".gguf"):
             return "gguf"
-        case "model" | "merged", name if name.startswith("model") or name in ("config.json", "generation_config.json"):
+        case "model" | "merged" | "fp8" | "gptq", name if name.startswith("model") or name in (
+            "config.json",
+            "generation_config.json",
+        ):
             return "model"
         case _:
             return "tokenizer"

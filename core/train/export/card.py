@@ -59,6 +59,9 @@ def model_card(
         how += f"; GGUF, {exported['quantization']}"
         library, relation = "llama.cpp", "quantized"
         load = _LOAD_GGUF.format(file=f"model-{exported['quantization']}.gguf")
+    if exported is not None and exported["type"] in ("fp8", "gptq"):
+        how += "; linear layers in 8-bit floats" if exported["type"] == "fp8" else "; linear layers in 4 bits, by GPTQ"
+        library, relation, load = "vllm", "quantized", _LOAD_PACKED
     if exported is not None and exported["type"] == "vllm":
         kind, library, relation = "adapter", "peft", "adapter"
         load = _LOAD_VLLM.format(base=base, rank=exported.get("max_lora_rank", "RANK"))
@@ -327,6 +330,12 @@ vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned=THIS
 ```
 
 Requests name the model `tuned`."""
+
+_LOAD_PACKED = """```sh
+vllm serve THIS_FOLDER
+```
+
+SGLang takes it as well, and transformers with the package `compressed-tensors`."""
 
 _LOAD_SCORING = """```python
 from peft import PeftModel

@@ -61,7 +61,8 @@ def plot_loss(
             share.set_ylabel("mean reward, held out")
         else:
             share.set_ylabel("share of rows, or mean score" if scores else "exact match (share of rows)")
-            share.set_ylim(0, 1.02)
+            if all(0 <= evaluation[name] <= 1 for evaluation in evaluations for name in shown):
+                share.set_ylim(0, 1.02)
         more, words = share.get_legend_handles_labels()
         handles, labels = [*handles, *more], [*labels, *words]
     axes.legend(handles, labels, loc="upper right")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.spec.axes.export import GGUF, K_QUANTS, Export
+from core.spec.axes.export import FP8, GGUF, GPTQ, K_QUANTS, Export
 from core.train.export.gguf.fits import refuse_gguf
+from core.train.export.packed.fits import refuse_packed
 from core.train.tools.install import install
 
 
@@ -17,3 +18,7 @@ def prepare_exports(exports: Sequence[Export], model_dir: Path, cache_dir: Path,
         install("quants", cache_dir, offline=offline, field="export")
     if ggufs:
         refuse_gguf(model_dir, install("gguf", cache_dir, offline=offline, field="export"))
+    for item in exports:
+        if isinstance(item, FP8 | GPTQ):
+            refuse_packed(model_dir, item.type)
+            install("compressed", cache_dir, offline=offline, field="export")

@@ -63,6 +63,13 @@ class SlotCache:
             for tensor in both:
                 tensor[target, :, :tokens] = tensor[source, :, :tokens]
 
+    def widen(self, room: int) -> None:
+        """Give each slot room for more tokens; what is there stays."""
+        for layer, both in self.layers.items():
+            keys, values = (nn.functional.pad(one, (0, 0, 0, room - self.room)) for one in both)
+            self.layers[layer] = (keys, values)
+        self.room = room
+
     def keep(self, slots: Sequence[int]) -> None:
         """Keep these slots alone, in this order."""
         for layer, (keys, values) in self.layers.items():
@@ -110,6 +117,13 @@ _cache: ContextVar[SlotCache | None] = ContextVar("slots", default=None)
 @contextmanager
 def attention_over(cache: SlotCache, model: nn.Module) -> Iterator[None]:
     """Around forward passes of a model: its attention is that over the slots. NoSlotForm where that cannot be set."""
+    with slot_attention(model), attending(cache):
+        yield
+
+
+@contextmanager
+def slot_attention(model: nn.Module) -> Iterator[None]:
+    """Let a model attend over slots; `attending` says over which. NoSlotForm where that cannot be set."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     before = base.config._attn_implementation
     if not base._can_set_attn_implementation():
@@ -117,12 +131,20 @@ def attention_over(cache: SlotCache, model: nn.Module) -> Iterator[None]:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
     base.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        base.set_attn_implementation(before)
+
+
+@contextmanager
+def attending(cache: SlotCache) -> Iterator[None]:
+    """Around passes within `slot_attention`."""
     token = _cache.set(cache)
     try:
         yield
     finally:
         _cache.reset(token)
-        base.set_attn_implementation(before)
 
 
 def mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from core.base.files import sync
 from core.spec.axes.rollout.stages import GRPO, RLOO, LearnsFromAnswers
-from core.spec.run.folder import ROLLOUTS
+from core.spec.run.folder import ROLLOUTS, rollout_file
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import StepBatches
@@ -194,7 +194,7 @@ class RolloutLoader:
         """Write the answers for people, a file a rollout, whole or not at all."""
         folder = self.run.folder / ROLLOUTS
         folder.mkdir(exist_ok=True)
-        path = folder / f"{rollout.number:08d}.jsonl"
+        path = folder / rollout_file(rollout.number)
         lines = []
         for at, tokens in enumerate(rollout.answers):
             prompt = at // rollout.group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,20 @@ class ResidentBase:
             return
         with self._peft.disable_adapter():
             yield self.engine
+
+    @contextmanager
+    def mixed(self, names: Sequence[str | None]) -> Iterator[None]:
+        """Compute each row of a pass with the adapter of this name; None: the base alone. ValueError, and others, from
+        layers that cannot."""
+        assert self._peft is not None
+        model: Any = self._peft.base_model
+        rows = ["__base__" if name is None else _PREFIX + name for name in names]
+        hooks = model._enable_peft_forward_hooks(adapter_names=rows)
+        hooks.__enter__()
+        try:
+            yield
+        finally:
+            hooks.__exit__(None, None, None)  # without the exception, at which PEFT would leave its hooks behind
 
     def add(self, name: str, method: LoRA, seed: int) -> PeftModel:
         """Put a fresh adapter on the base, active. BadOperation where this cannot be."""

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any, assert_never
 
 import torch
-from peft import LoraConfig
 from torch import Tensor
 
-from core.spec.axes.method import LoRA
 from core.spec.session.losses import Losses
 from core.spec.session.verbs import (
     CreateModel,
@@ -37,6 +35,7 @@ from core.train.session.examples import SessionExample, batch_of, passes, read_e
 from core.train.session.faults import BadOperation, NoSuchModel
 from core.train.session.losses import check_loss, loss_sum, rows_together
 from core.train.session.resident import ResidentBase
+from core.train.session.shelf import Shelf, check_adapter, method_of
 from core.train.stage import Loss, Totals
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
@@ -51,6 +50,7 @@ class SessionVerbs:
         self.base, self.saved = base, folder / "saved"
         self.pass_tokens, self.slots, self.between = pass_tokens, slots, between
         self.adapters: dict[str, SessionAdapter] = {}
+        self.shelf = Shelf(base)
 
     def do(self, asked: Verbs, tensors: dict[str, Tensor], identity: str | None = None) -> Answer:
         """Compute one operation. BadOperation: nothing has changed. `identity` tells operations apart: one that is
@@ -90,7 +90,7 @@ class SessionVerbs:
                 return self._generate(asked, tensors)
             case Logprobs():
                 examples = self._examples(tensors)
-                with self._reading(asked.model) as engine:
+                with self._reading(asked) as engine:
                     found = self._logprobs(engine, examples)
                 return {"targets": _targets(examples)}, {"logprobs": spread(examples, found)}
             case Save():
@@ -170,17 +170,26 @@ class SessionVerbs:
             tuple(asked.stop),
         )
         keys = [[(asked.seed, at, sample) for sample in range(asked.num_samples)] for at in range(len(prompts))]
-        with self._reading(asked.model) as engine:
+        with self._reading(asked) as engine:
             answers = engine.complete(
                 prompts, keys, params, slots=self.slots, decode=self.base.tokenizer.decode, between=self.between
             )
+            of_prompts = self._prompt_logprobs(engine, tensors) if asked.prompt_logprobs else {}
         flat = [one for mine in answers for one in mine]
         result = {"num_samples": asked.num_samples, "finished": [one.finished for one in flat]}
-        return result, {
+        return result, of_prompts | {
             "tokens": torch.tensor([token for one in flat for token in one.tokens], dtype=torch.int32),
             "lengths": torch.tensor([len(one.tokens) for one in flat], dtype=torch.int32),
             "logprobs": torch.tensor([value for one in flat for value in one.logprobs], dtype=torch.float32),
         }
+
+    def _prompt_logprobs(self, engine: Engine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        examples = self._examples({name: tensors[name] for name in ("tokens", "lengths")})
+        places = [at for at, example in enumerate(examples) if bool(example.asked.any())]
+        found = [torch.zeros(0) for _ in examples]
+        for at, values in zip(places, self._logprobs(engine, [examples[at] for at in places]), strict=True):
+            found[at] = values
+        return {"prompt_logprobs": spread(examples, found)}
 
     # --- adapters and their folders
 
@@ -207,8 +216,7 @@ class SessionVerbs:
 
     def _load(self, asked: LoadModel) -> dict[str, Any]:
         folder = Path(asked.folder)
-        if not (folder / "adapter_config.json").is_file():
-            raise BadOperation(f"there is no adapter in {folder.name}", field="folder", code="checkpoint_not_found")
+        check_adapter(folder)
         ours = (folder / f"{STATE}.json").is_file()
         if asked.with_optimizer and not ours:
             words = "this adapter was made elsewhere: it has no state of an optimizer; set `with_optimizer` to false"
@@ -222,7 +230,7 @@ class SessionVerbs:
             self.adapters[asked.model] = SessionAdapter.restore(self.base, asked.model, folder, STATE)
             return self.adapters[asked.model].about()
         if known is None:
-            method = _method_of(folder)
+            method = method_of(folder)
             known = SessionAdapter.make(self.base, asked.model, method, asked.optimizer, asked.seed)
             try:
                 self.base.read_adapter(asked.model, folder)
@@ -247,11 +255,13 @@ class SessionVerbs:
         if name in self.adapters:
             raise BadOperation(f"the session has a model `{name}` already", field="model", code="session_name_taken")
 
-    def _reading(self, name: str | None) -> Any:
-        """A context with the engine of an adapter, or of the base alone."""
-        if name is None:
+    def _reading(self, asked: Generate | Logprobs) -> Any:
+        """A context with the engine of an adapter, of a saved one, or of the base alone."""
+        if asked.folder is not None:
+            return _As(self.shelf.take(Path(asked.folder)).begin())
+        if asked.model is None:
             return self.base.alone()
-        return _As(self._find(name).begin())
+        return _As(self._find(asked.model).begin())
 
 
 class _As:
@@ -283,30 +293,3 @@ class _Watched:
 
 def _targets(examples: list[SessionExample]) -> int:
     return sum(int(example.asked.sum()) for example in examples)
-
-
-def _method_of(folder: Path) -> LoRA:
-    """The method of an adapter in PEFT's form. BadOperation for one that is not LoRA."""
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    if config.get("peft_type") != "LORA":
-        words = f"the adapter is a {config.get('peft_type')}, and sessions load LoRA"
-        raise BadOperation(words, field="folder")
-    read = LoraConfig.from_pretrained(str(folder))
-    if (
-        read.rank_pattern
-        or read.alpha_pattern
-        or read.bias != "none"
-        or read.modules_to_save
-        or read.trainable_token_indices
-    ):
-        words = "the adapter has ranks of its own for some layers, biases, whole modules or new tokens"
-        raise BadOperation(words, field="folder")
-    targets = read.target_modules
-    return LoRA(
-        r=read.r,
-        lora_alpha=read.lora_alpha,
-        lora_dropout=read.lora_dropout,
-        use_rslora=read.use_rslora,
-        use_dora=read.use_dora,
-        target_modules=targets if targets == "all-linear" else sorted(targets),
-    )

@@ -9,21 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LargestDifference:
-    """Where a figure of both curves differs most, relative to TRL's."""
+    """Where a figure of both curves differs most, by `relative`."""
 
     step: int
     ours: float
     trl: float
     absolute: float
     relative: float
-    """Share of TRL's value; of 1e-12 where that is smaller."""
+    """Share of TRL's value. A figure that is 0 or changes its sign (a margin, an accuracy) has no such share near 0:
+    there, share of the mean size of TRL's values; the absolute difference where these are all 0."""
 
 
 def compare(ours: Mapping[int, Mapping[str, float]], theirs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """`{"steps": [{"step", "ours", "trl"}], "largest": {figure: LargestDifference}}`, of the steps that both have and
     the figures that both tell under one name."""
     rows = []
-    largest: dict[str, LargestDifference] = {}
+    pairs: dict[str, list[tuple[int, float, float]]] = {}
     for entry in theirs:
         step = int(entry["step"])
         if step not in ours:
@@ -37,9 +38,16 @@ def compare(ours: Mapping[int, Mapping[str, float]], theirs: Sequence[Mapping[st
             }
         )
         for name in shared:
-            here, there = ours[step][name], entry[name]
-            apart = abs(here - there)
-            found = LargestDifference(step, here, there, apart, apart / max(abs(there), 1e-12))
-            if name not in largest or found.relative > largest[name].relative:
-                largest[name] = found
-    return {"steps": rows, "largest": {name: asdict(value) for name, value in largest.items()}}
+            pairs.setdefault(name, []).append((step, ours[step][name], entry[name]))
+    return {"steps": rows, "largest": {name: asdict(_largest(values)) for name, values in pairs.items()}}
+
+
+def _largest(values: Sequence[tuple[int, float, float]]) -> LargestDifference:
+    """The first step of the largest difference, from (step, ours, TRL's) of each."""
+    peers = [there for _, _, there in values]
+    scale = None if min(peers) > 0 or max(peers) < 0 else sum(map(abs, peers)) / len(peers) or 1.0
+    found = []
+    for step, here, there in values:
+        apart = abs(here - there)
+        found.append(LargestDifference(step, here, there, apart, apart / (scale or abs(there))))
+    return max(found, key=lambda one: one.relative)

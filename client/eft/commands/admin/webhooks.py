@@ -51,9 +51,8 @@ def create_webhook(
     event: Annotated[
         list[str] | None,
         typer.Option(
-            help="job.started, job.paused, job.succeeded, job.failed, job.cancelled, pipeline.succeeded, "
-            "pipeline.failed or pipeline.cancelled; several times. "
-            "Default: succeeded and failed."
+            help="job.started, job.paused, job.succeeded, job.failed, job.cancelled, or pipeline. and sweep. with "
+            "succeeded, failed or cancelled; several times. Default: succeeded and failed of jobs."
         ),
     ] = None,
     named_only: Annotated[bool, typer.Option("--named-only", help="Only for jobs that name it in `notify`.")] = False,

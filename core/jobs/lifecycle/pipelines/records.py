@@ -138,6 +138,5 @@ def end(
         "created_at": pipeline.created_at,
         "finished_at": pipeline.finished_at,
     }
-    deliveries.tell_pipeline(
-        session, pipeline.owner_id, pipeline.project_id, f"pipeline.{status.value}", about, pipeline.notify
-    )
+    kind = f"pipeline.{status.value}"
+    deliveries.tell_end(session, pipeline.owner_id, pipeline.project_id, kind, about, pipeline.notify)

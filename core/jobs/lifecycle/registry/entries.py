@@ -40,14 +40,16 @@ class Removed:
 
 
 def id_of(job_id: str) -> str:
-    """Id of the model that a job makes."""
-    return PREFIX + job_id.removeprefix("job-")
+    """Id of the model that a job makes, or that an upload is."""
+    return PREFIX + job_id.partition("-")[2]
 
 
 def register(session: Session, job: Job, paths: Sequence[str]) -> None:
     """Enter what a job that has succeeded hands back. A job without weights has no model."""
     for kind in KINDS:
-        if job.kind == "train" and any(path.startswith(f"{kind}/") and path.endswith(WEIGHTS) for path in paths):
+        if job.kind in parents.MADE_BY and any(
+            path.startswith(f"{kind}/") and path.endswith(WEIGHTS) for path in paths
+        ):
             row: dict[str, Any] = {"id": id_of(job.id), "name": job.name, "kind": kind, "job_id": job.id, "tags": []}
             owned = {"owner_id": job.owner_id, "project_id": job.project_id}
             session.execute(insert(RegisteredModel).values(**row, **owned))
@@ -133,6 +135,8 @@ def remove(session: Session, actor: Actor, model_id: str) -> Removed:
     session.flush()
     for export in made_later:
         rows(session, export)
+    if job.kind == "upload":
+        rows(session, job)
     audit.record(session, actor, "model.delete", model_id, told)
     return removed
 

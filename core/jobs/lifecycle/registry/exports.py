@@ -29,9 +29,15 @@ from core.spec.resolve import resolve
 KIND = "export"
 
 
-def spec_of(job: Job, exports: Sequence[Export]) -> JobSpec:
+def spec_of(job: Job, exports: Sequence[Export], max_runtime_seconds: int | None = None) -> JobSpec:
     """The job of an export: the rows, stage and method of the job that made the model, on a CPU, with `exports`.
     Raises SpecError for a format that the model cannot have."""
+    if job.kind == "upload":
+        words = (
+            "this model was uploaded, and formats are held against the rows that a job has trained on: train it "
+            "further (`model: {type: registry, id: …}`) with `export`"
+        )
+        raise SpecError(words, field="export", code="export_without_rows")
     trained = effective(job.spec, job.settled, job.adjusted or {})
     adapter: UseOfAdapter = "continue" if isinstance(trained.method, Adapter) else None
     # The arithmetic of the training, where a CPU has it.
@@ -46,7 +52,7 @@ def spec_of(job: Job, exports: Sequence[Export]) -> JobSpec:
         "batching": Rows(),
         "memory": Resident(),
         "checkpoint": DiskCheckpoints(),
-        "resources": SingleDevice(accelerator="cpu"),
+        "resources": SingleDevice(accelerator="cpu", max_runtime_seconds=max_runtime_seconds),
         "notify": [],
         "after": [],
         "tags": [],
@@ -59,10 +65,19 @@ def spec_of(job: Job, exports: Sequence[Export]) -> JobSpec:
     return spec
 
 
-def ask(session: Session, actor: Actor, job: Job, exports: Sequence[Export], bounds: VolumeLimits = NO_BOUNDS) -> Job:
-    """Queue an export of a job's model. Raises Conflict for a format that is there or on its way, SpecError for one
-    that the model cannot have and where the weights are gone, QueueFull and SpecsFull beyond `bounds`."""
-    spec = spec_of(job, exports)
+def ask(
+    session: Session,
+    actor: Actor,
+    job: Job,
+    exports: Sequence[Export],
+    bounds: VolumeLimits = NO_BOUNDS,
+    *,
+    max_runtime_seconds: int | None = None,
+) -> Job:
+    """Queue an export of a job's model; it fails if it is not over within `max_runtime_seconds`. Raises Conflict for a
+    format that is there or on its way, SpecError for one that the model cannot have and where the weights are gone,
+    QueueFull and SpecsFull beyond `bounds`."""
+    spec = spec_of(job, exports, max_runtime_seconds)
     chain = parents.pin_export(session, job)
     there = {one["folder"] for one in outcomes(session, job) if one["released"]}
     for known in session.execute(_of_job(job).where(Job.status.not_in([one.value for one in FINAL]))).scalars():

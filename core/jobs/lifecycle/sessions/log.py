@@ -17,9 +17,9 @@ from core.base.files import sync, write_private
 from core.db.engine import db_now
 from core.db.tables import Job, SessionOperation, SessionRow
 from core.errors import Conflict, NotFound
-from core.jobs.base import outbox
 from core.jobs.base.states import FINAL, Status
-from core.jobs.base.transitions import Actor, Token, move
+from core.jobs.base.transitions import Actor, Token
+from core.jobs.lifecycle import parking
 from core.jobs.lifecycle.sessions.records import FoundSession, find
 from core.jobs.policies.volume import QueueFull
 
@@ -117,10 +117,8 @@ def accept(
 
 def bring_back(session: Session, found: FoundSession, actor: Actor) -> None:
     """Queue a parked session again."""
-    if found.job.status == Status.PAUSED.value:
-        data = {"actor": actor.user_id, "request_id": actor.request_id}
-        if move(session, found.job, Status.QUEUED, reason="an operation came; waits for a slot", data=data):
-            outbox.ring(session, found.job.id)
+    data = {"actor": actor.user_id, "request_id": actor.request_id}
+    parking.bring_back(session, found.job, "an operation came; waits for a slot", data)
 
 
 def get(session: Session, actor: Actor, session_id: str, position: int) -> tuple[FoundSession, SessionOperation]:
@@ -188,21 +186,18 @@ def snapshotted(session: Session, token: Token, position: int) -> None:
     )
 
 
-def park(session: Session, token: Token, stop: str, idle_seconds: float) -> bool:
+def park(session: Session, token: Token, idle_seconds: float) -> bool:
     """Ask a session that nobody has used for so long to leave its slot. False: it is in use."""
-    row = session.execute(
-        select(SessionRow, Job).join(Job, Job.id == SessionRow.id).where(*token.holds()).with_for_update()
-    ).one_or_none()
-    if row is None or row.Job.status != Status.RUNNING.value:
+    job = parking.running(session, token, SessionRow)
+    if job is None or not parking.unused(session, token, SessionRow, idle_seconds):
         return False
-    idle = select(SessionRow.id).where(SessionRow.id == token.job_id, SessionRow.used_at < db_now() - idle_seconds)
     waiting = select(SessionOperation.position).where(
         SessionOperation.session_id == token.job_id, SessionOperation.done_at.is_(None)
     )
-    if session.execute(idle).one_or_none() is None or session.execute(waiting.limit(1)).one_or_none() is not None:
+    if session.execute(waiting.limit(1)).one_or_none() is not None:
         return False
     reason = f"idle for {idle_seconds:g} s: it is parked, and the next operation brings it back"
-    return move(session, row.Job, Status.PAUSING, reason=reason, guards=token.holds(), values={"stop_requested": stop})
+    return parking.leave(session, token, job, reason)
 
 
 def idle_seconds(session: Session, session_id: str) -> float:

@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from core.db.engine import Database, db_now
+from core.db.engine import Database
 from core.db.tables import Job, SweepRow
 from core.errors import Conflict
 from core.jobs.base.states import FINAL, Status
@@ -130,4 +130,4 @@ def _end(session: Session, sweep: SweepRow, jobs: list[Job]) -> None:
     if best is not None:
         value = next(records.value_of(sweep, job) for job in jobs if job.id == best)
         words += f"; best: `{best}` with {sweep.spec['metric']} {value:.4g}"
-    _write(session, sweep, status=status.value, reason=words, finished_at=db_now())
+    records.end(session, sweep, status, words, jobs)

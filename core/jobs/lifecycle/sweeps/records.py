@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from core.db.engine import db_now
 from core.db.tables import Job, Metric, SweepRow
 from core.errors import NotFound
+from core.jobs.base import deliveries
 from core.jobs.base.figures import figure
 from core.jobs.base.paging import ResultPage, UnknownCursor
 from core.jobs.base.states import Status
@@ -62,6 +64,30 @@ def best_of(sweep: SweepRow, jobs: Sequence[Job]) -> str | None:
     sign = 1 if sweep.spec["goal"] == "min" else -1
     ranked = [(sign * value, job.id) for job in jobs if (value := value_of(sweep, job)) is not None]
     return min(ranked)[1] if ranked else None
+
+
+def end(session: Session, sweep: SweepRow, status: SweepStatus, reason: str, jobs: Sequence[Job]) -> None:
+    """Write its final status, with the notices. The caller holds the row's lock."""
+    session.execute(
+        update(SweepRow)
+        .where(SweepRow.id == sweep.id)
+        .values(status=status.value, reason=reason, finished_at=db_now())
+        .execution_options(synchronize_session=False)
+    )
+    session.refresh(sweep)
+    about = {
+        "id": sweep.id,
+        "name": sweep.name,
+        "project_id": sweep.project_id,
+        "status": status.value,
+        "reason": reason,
+        "best": best_of(sweep, jobs),
+        "runs": len(jobs),
+        "created_at": sweep.created_at,
+        "finished_at": sweep.finished_at,
+    }
+    named = jobs[0].spec.get("notify", ()) if jobs else ()  # the same in each of them
+    deliveries.tell_end(session, sweep.owner_id, sweep.project_id, f"sweep.{status.value}", about, named)
 
 
 def measured(

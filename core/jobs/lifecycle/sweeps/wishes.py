@@ -8,7 +8,6 @@ from typing import Any
 from sqlalchemy import delete, insert, update
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
 from core.db.tables import Job, SweepRow
 from core.errors import Conflict
 from core.ids import new_id
@@ -61,11 +60,8 @@ def cancel(session: Session, actor: Actor, sweep_id: str) -> SweepRow:
             except Conflict:  # it has come to its end meanwhile
                 continue
     whose = "its owner" if actor.user_id == sweep.owner_id else "somebody of the project"
-    ended = {"status": SweepStatus.CANCELLED.value, "reason": f"cancelled by {whose}", "finished_at": db_now()}
-    session.execute(
-        update(SweepRow).where(SweepRow.id == sweep_id).values(**ended).execution_options(synchronize_session=False)
-    )
-    session.refresh(sweep)
+    runs = records.runs_of(session, sweep_id)
+    records.end(session, sweep, SweepStatus.CANCELLED, f"cancelled by {whose}", runs)
     audit.record(session, actor, "sweep.cancel", sweep_id, {})
     return sweep
 

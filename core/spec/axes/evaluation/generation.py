@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from core.spec.axes.rollout.reward import Extract
+from core.spec.axes.rollout.reward import Extract, PythonName, PythonSource
 from core.spec.base import SpecModel, by_type, short_form
 
 PREFIX = "eval_generated/"
@@ -83,8 +83,24 @@ class ToolCallMatch(AnswerMetric):
     type: Literal["tool_call_match"] = "tool_call_match"
 
 
+class PythonMetric(AnswerMetric):
+    """What a Python function of yours returns. It runs in a sandbox, without network, files or keys
+    (docs/security.md)."""
+
+    type: Literal["python"] = "python"
+    source: PythonSource
+    """Source of a module, with the packages of the trainer's environment."""
+    function: PythonName = "metric"
+    """Function in it that takes lists of equal length by name, those that it has parameters for: `prompts`,
+    `completions` (the answers) and `references`. It returns a list of as many numbers; larger ones are better."""
+    seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Time of an evaluation's call at most."""
+
+
+TextMetric = ExactMatch | NumberMatch | Contains | TokenF1 | RougeL | ChrF | JsonValid | ToolCallMatch
+"""Metrics that are functions of two texts, which we wrote."""
 AnswerMetricArm = Annotated[
-    ExactMatch | NumberMatch | Contains | TokenF1 | RougeL | ChrF | JsonValid | ToolCallMatch,
+    ExactMatch | NumberMatch | Contains | TokenF1 | RougeL | ChrF | JsonValid | ToolCallMatch | PythonMetric,
     Field(discriminator="type"),
     short_form(by_type),
 ]

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from core.spec.base import SpecModel, by_type, short_form
 
@@ -135,27 +135,30 @@ class JsonSchemaReward(RewardTerm):
         return self
 
 
+def _parsed(source: str) -> str:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a source of Python: {error}") from error
+    return source
+
+
+PythonSource = Annotated[str, Field(min_length=1, max_length=1_000_000), AfterValidator(_parsed)]
+PythonName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
+
+
 class PythonReward(RewardTerm):
     """What a Python function of yours answers for a batch of answers. It runs in a sandbox: without network, files or
     keys (docs/security.md)."""
 
     type: Literal["python"] = "python"
-    source: Annotated[str, Field(min_length=1, max_length=1_000_000)]
+    source: PythonSource
     """Source of a module. It is executed anew for each batch, with the packages of the trainer's environment."""
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)] = "reward"
+    function: PythonName = "reward"
     """Function in it that takes lists of equal length by name, those that it has parameters for: `prompts`,
     `completions` and columns of the rows. It returns a list of as many numbers, as reward functions for TRL do."""
     seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Time of a batch at most."""
-
-    @field_validator("source")
-    @classmethod
-    def _parses(cls, source: str) -> str:
-        try:
-            ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ValueError(f"not a source of Python: {error}") from error
-        return source
 
 
 class CodeReward(RewardTerm):

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from eft.commands.artifacts import fetch, print_listing, selected
-from eft.commands.pipelines import print_lineage
+from eft.commands.models.pipelines import print_lineage
 from eft.commands.waiting import ENDS, PatienceOption, going_on
 from eft.errors import ExitCode
 from eft.http import paths as urls
@@ -71,6 +72,48 @@ def list_models(
                 escape(",".join(one["tags"])),
             )
         output.data.print(table)
+
+
+@app.command("upload")
+@manual(
+    examples=[
+        ('eft models upload out/my-model --name "voice intents"', "Upload a model from its folder."),
+        (
+            "eft models upload out/my-adapter --base HuggingFaceTB/SmolLM2-135M-Instruct",
+            "Upload an adapter, with the model that it was trained over.",
+        ),
+    ],
+    exits={ExitCode.USAGE: "the model is refused, or the usage is wrong"},
+)
+def upload_model(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a model, or of a LoRA adapter.")],
+    name: Annotated[str | None, typer.Option(help="Display name.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="For an adapter: its base model, as `model` of a job. Default: what its configuration names."
+        ),
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload a model or an adapter that was made elsewhere, and print its id. Weights must be safetensors. Train it
+    further with `model: {type: registry, id: ...}`."""
+    with (
+        session(as_json, url) as (client, output),
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=output.notes,
+            transient=True,
+            disable=not output.live,
+        ) as bar,
+    ):
+        task = bar.add_task(folder.name, total=None)
+        made = client.models.upload(folder, name=name, base=base, advance=partial(bar.advance, task))
+        output.json(made) if as_json else output.text(f"{made['id']}\n")
 
 
 @app.command("show")
@@ -171,9 +214,8 @@ def download_model(
         chosen = selected(client.models.files(model_id), paths or [], "model")
         if listing:
             print_listing(output, chosen)
-            return
-        folder = into if into is not None else Path(model_id)
-        fetch(output, {"model": model_id}, chosen, partial(client.models.download, model_id, chosen, into=folder))
+        else:
+            fetch(output, "model", model_id, chosen, partial(client.models.download, model_id, chosen), into)
 
 
 @app.command("export")
@@ -188,8 +230,11 @@ def export_model(
     model: ModelArgument,
     formats: Annotated[
         list[str],
-        typer.Argument(metavar="FORMAT...", help="`merged`, `vllm`, or e.g. `gguf-Q8_0`."),
+        typer.Argument(metavar="FORMAT...", help="`merged`, `vllm`, `fp8`, `gptq`, or e.g. `gguf-Q8_0`."),
     ],
+    seconds: Annotated[
+        int | None, typer.Option("--max-runtime", min=1, metavar="SECONDS", help="Fail if it takes longer.")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end, and exit as it did.")] = False,
     patience: PatienceOption = 300.0,
     url: UrlOption = None,
@@ -199,7 +244,7 @@ def export_model(
     with session(as_json, url) as (client, output):
         model_id = _id_of(client, model)
         asked = [_format(name) for name in formats]
-        found = client.models.export(model_id, asked)
+        found = client.models.export(model_id, asked, max_runtime_seconds=seconds)
         if not wait:
             output.json(found) if as_json else output.text(f"{found['id']}\n")
             return

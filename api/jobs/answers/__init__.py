@@ -1,0 +1,1 @@
+"""What the model of a job answered: samples at evaluations, rollouts of training."""

@@ -1,0 +1,1 @@
+"""Commands of the heading "Models": the registry, serving, pipelines, sweeps."""

@@ -1,0 +1,1 @@
+"""Folders with quantised weights, in the layout of compressed-tensors (vLLM, SGLang, llm-compressor, transformers)."""

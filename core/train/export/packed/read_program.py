@@ -1,0 +1,38 @@
+"""A program over the `compressed` tools: logits of a folder in the layout of compressed-tensors, as that library and
+transformers read it.
+
+    read_program.py FOLDER ROWS LOGITS
+
+ROWS is a JSON file of lists of ids, LOGITS a NumPy file of the logits of all rows, one row below the other. Weights are
+dequantised by the library; what flows between the layers is float32.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+
+def main() -> None:
+    folder, asked, logits = map(Path, sys.argv[1:])
+    rows: list[list[int]] = json.loads(asked.read_text(encoding="utf-8"))
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([rows[0][:1]]), use_cache=False)  # the library dequantises at the first call
+        nn.Module.float(model)  # transformers refuses to do so for quantised models
+        found = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0].float() for row in rows]
+    np.save(logits, torch.cat(found).numpy())
+
+
+if __name__ == "__main__":
+    main()

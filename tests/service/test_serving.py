@@ -1,0 +1,217 @@
+"""Models over `/v1` by OpenAI's client (docs/serving.md): answers of PEFT, streams, kills, a slot left to jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.service import Service, wait_for
+from tests.support.world import Caller, World
+
+IDLE = 10
+"""Seconds without requests after which a process leaves."""
+ASKED = [{"role": "user", "content": "turn on the light"}]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("serving")
+    environment = {"EFT_MODEL_ROOTS": str(models), "EFT_SERVING_IDLE_SECONDS": str(IDLE)}
+    made = Service(folder, environment)
+    try:
+        yield made.start()
+    finally:
+        made.stop()
+        left = made.processes()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"left running: {left}"
+
+
+def spec(service: Service, models: Path, name: str, **more: Any) -> dict[str, Any]:
+    rows = service.folder / "rows.jsonl"
+    turns = [*ASKED, {"role": "assistant", "content": "light on"}]
+    rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(8)))
+    return {
+        "name": name,
+        "model": str(models / "tiny"),
+        "data": service.upload(rows),
+        "method": {"type": "lora", "r": 4, "lora_alpha": 16},
+        "optimizer": {"learning_rate": 0.1},
+        "training": {"max_steps": 3, "precision": "fp32"},
+        "checkpoint": {"save_steps": 1, "keep_last": 3},
+        "resources": {"accelerator": "cpu"},
+    } | more
+
+
+@pytest.fixture(scope="module")
+def tuned(service: Service, models: Path) -> str:
+    job = service.submit(spec(service, models, "lights"))
+    assert service.wait(job, "succeeded", "failed")["status"] == "succeeded", service.describe(job)
+    return job
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.note()['url']}/v1", api_key=service.key, max_retries=0, timeout=120)
+
+
+def children(service: Service) -> list[int]:
+    return [pid for pid, command in service.processes().items() if "-m core.train.serving" in command]
+
+
+def peft_text(models: Path, adapter: Path | None, tokens: int) -> str:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(models / "tiny")
+    model: Any = AutoModelForCausalLM.from_pretrained(models / "tiny", dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter)).eval()
+    text = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    output = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_openais_client_gets_pefts_answers(service: Service, client: openai.OpenAI, tuned: str, models: Path) -> None:
+    """Base, model, job and checkpoint, at once and one by one, whole and streamed, with one seed."""
+    greedy: dict[str, Any] = {"messages": ASKED, "temperature": 0, "max_tokens": 24, "logprobs": True}
+    found: dict[str, Any] = {}
+    names = ["lights", tuned, "lights@base", "lights@2", str(models / "tiny")]
+
+    def ask(name: str) -> None:
+        found[name] = client.chat.completions.create(model=name, **greedy)
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted(names), service.log()
+    assert len(children(service)) == 1, "adapters and base share a process"
+    texts = {name: found[name].choices[0].message.content for name in names}
+    (adapter,) = (service.data / "runs" / tuned).glob("attempt-*/artifacts/adapter")
+    assert texts["lights"] == texts[tuned] == peft_text(models, adapter, 24)
+    assert texts["lights@base"] == texts[str(models / "tiny")] == peft_text(models, None, 24)
+    assert texts["lights"] != texts["lights@base"]
+    three = [found[name].choices[0].logprobs.content[0].logprob for name in ("lights", "lights@base", "lights@2")]
+    assert len(set(three)) == 3
+    usage = found["lights"].usage
+    assert usage.prompt_tokens > 5 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+    parts = list(
+        client.chat.completions.create(
+            model="lights", **greedy, stream=True, stream_options={"include_usage": True}, top_logprobs=2
+        )
+    )
+    assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == texts["lights"]
+    assert len(parts) > 5 and parts[0].choices[0].delta.role == "assistant"
+    assert parts[-1].usage == usage and not parts[-1].choices
+    logprobs = [one for part in parts[:-1] if part.choices[0].logprobs for one in part.choices[0].logprobs.content]
+    assert len(logprobs) == usage.completion_tokens
+    assert all(one.logprob == one.top_logprobs[0].logprob for one in logprobs), "greedy takes the likeliest"
+
+    drawn: dict[str, Any] = {"model": "lights", "prompt": "light", "max_tokens": 8, "seed": 5, "n": 2, "logprobs": 1}
+    first, second = client.completions.create(**drawn), client.completions.create(**drawn)
+    assert [one.text for one in first.choices] == [one.text for one in second.choices]
+    assert first.choices[0].text != first.choices[1].text
+    assert len(first.choices[0].logprobs.tokens) == len(first.choices[0].logprobs.token_logprobs)
+    echoed = client.completions.create(model="lights", prompt="light", max_tokens=4, temperature=0, echo=True)
+    assert echoed.choices[0].text.startswith("light")
+    listed = [model.id for model in client.models.list()]
+    assert listed == ["lights", str(models / "tiny")]
+    assert client.models.retrieve("lights@last").id == "lights@last"
+    with service.client.stream("POST", "/v1/completions", json=drawn | {"stream": True}) as reply:
+        assert reply.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_what_cannot_be_asked_is_refused_in_openais_words(client: openai.OpenAI, tuned: str) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="nothing", messages=ASKED)
+    assert missing.value.code == "model_not_found" and missing.value.param == "model"
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": 3}, "temperature"),
+        ({"n": 99}, "n"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"messages": []}, "messages"),
+    ]
+    for more, field in bad:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**{"model": "lights", "messages": ASKED} | more)
+        assert refused.value.param == field, (more, refused.value.body)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="eft_wrong").models.list()
+
+
+def long(client: openai.OpenAI, **more: Any) -> Any:
+    wanted = {"model": "lights@base", "prompt": "a", "temperature": 0, "max_tokens": 120, "stream": True}
+    return client.completions.create(**wanted | more)
+
+
+def test_a_kill_ends_a_stream_with_an_error_and_a_whole_answer_is_made_again(
+    service: Service, client: openai.OpenAI, tuned: str
+) -> None:
+    expected = long(client, stream=False).choices[0].text
+    stream = long(client, n=8, temperature=1.0)
+    next(stream)
+    (child,) = children(service)
+    os.kill(child, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(openai.APIError) as broken:
+        list(stream)
+    assert "broke off" in str(broken.value) and time.monotonic() - began < 20
+    results: list[str] = []
+    asking = threading.Thread(target=lambda: results.append(long(client, stream=False).choices[0].text))
+    asking.start()
+    time.sleep(0.1)
+    os.kill(service.pid("worker"), signal.SIGKILL)
+    asking.join(60)
+    assert results == [expected]
+
+
+def test_a_job_has_its_slot_at_once_and_the_next_request_waits_for_it(
+    service: Service, client: openai.OpenAI, tuned: str, models: Path
+) -> None:
+    assert long(client, stream=False).choices
+    serving = children(service)
+    job = service.submit(spec(service, models, "urgent", priority=-100))
+    wait_for(lambda: service.job(job)["status"] not in ("queued", "preparing"), 30, "the job to start", every=0.05)
+    assert not set(serving) & set(children(service))
+    events = service.client.get(f"/jobs/{job}/events", params={"format": "json", "limit": 100}).json()["data"]
+    at = {one["data"]["to"]: one["time"] for one in events if one["type"] == "status"}
+    waited = datetime.fromisoformat(at["starting"]) - datetime.fromisoformat(at["queued"])
+    assert waited.total_seconds() < IDLE, "it left for the job, not since nobody asked"
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(long(client, stream=False)))
+    asking.start()
+    assert service.client.post(f"/jobs/{job}/cancel").status_code == 200
+    asking.join(60)
+    assert answers and answers[0].choices, "asked while the job had the slot"
+    wait_for(lambda: not children(service), 40, "the process to leave, since nobody asks it", every=0.3)
+
+
+@pytest.mark.both_databases
+def test_another_projects_model_is_none(here: World, boss: Caller) -> None:
+    body = {"messages": ASKED}
+    for name in (here.rivals.model, here.rivals.job, f"{here.rivals.job}@base"):
+        reply = here.ask("POST", "/v1/chat/completions", boss.key, json=body | {"model": name})
+        assert reply.status_code == 404 and reply.json()["error"]["code"] == "model_not_found", reply.text
+        assert here.ask("GET", f"/v1/models/{name}", boss.key).status_code == 404
+    listed = here.ask("GET", "/v1/models", boss.key).json()["data"]
+    assert here.rivals.model not in {one["id"] for one in listed}

@@ -1,0 +1,174 @@
+"""Exports with quantised weights: fp8 and GPTQ folders as compressed-tensors reads them, and as eft reads them back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.errors import ModelError
+from core.spec.axes.export import FP8, GPTQ
+from core.train.export.compare import logits_of
+from core.train.export.formats import packed
+from core.train.export.formats.packed import write_fp8, write_gptq
+from core.train.export.formats.subject import Subject, Withheld
+from core.train.export.formats.write import write_formats
+from core.train.export.packed.gptq import quantise
+from core.train.export.packed.layout import LEAST, MOST, fp8_pieces, group_of, int4_pieces
+from core.train.export.prepare import prepare_exports
+from core.train.hub.unpack import compressed
+from core.train.hub.unpack.convert import write_unpacked
+from core.train.hub.unpack.packing import Packing, packing_of
+from core.train.model.load import load_model
+from tests.support.tools import CACHE, compressed_tools
+from tests.train.test_exports import SMALL, TRAINED, _tuned
+
+OTHERS = {
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, None),
+    "phi3": ("Phi3Config", {"pad_token_id": 0}, {"r": 4, "target_modules": ["qkv_proj", "o_proj"]}),
+}
+
+
+class Written(Exception):
+    """A folder is complete; its reader is not run."""
+
+
+# --- one layer -------------------------------------------------------------------------------------------
+
+
+def test_fp8_is_the_nearest_number_of_its_scale() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(16, 64) * torch.logspace(-3, 1, 16).unsqueeze(1)
+    weight[3] = 0
+    pieces = fp8_pieces(weight, torch.bfloat16)
+    read = compressed.plain(pieces, Packing("compressed", "", 8), "w", torch.float32)
+    scale = pieces["weight_scale"].float()
+    steps = (weight / scale).abs().clamp(min=2.0**-6)
+    ulp = torch.exp2(steps.log2().floor() - 3) * scale
+    assert ((read.float() - weight).abs() <= ulp / 2 + read.float().abs() * 2.0**-8).all()
+    assert (read[3] == 0).all()
+
+
+def test_four_bits_are_read_back_to_the_bit() -> None:
+    torch.manual_seed(0)
+    q = torch.randint(LEAST, MOST + 1, (24, 96))
+    scales = torch.rand(24, 3).bfloat16()
+    read = compressed.packed(
+        int4_pieces(q, scales.float(), torch.bfloat16), Packing("", "", 4, 32), "w", torch.bfloat16
+    )  # type: ignore[arg-type]
+    assert torch.equal(read, q.to(torch.bfloat16) * scales.repeat_interleave(32, 1))
+
+
+def _error(weight: Tensor, q: Tensor, scales: Tensor, rows: Tensor) -> float:
+    return float((rows @ (weight - q * scales.repeat_interleave(32, 1)).t()).square().mean())
+
+
+def test_gptq_loses_less_of_a_layers_output_than_rounding() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 160)
+    rows = torch.randn(400, 20) @ torch.randn(20, 160) + 0.3 * torch.randn(400, 160)
+    hessian = rows.t() @ rows / len(rows)
+    q, scales = quantise(weight, hessian, 32, torch.bfloat16)
+    assert q.shape == weight.shape and scales.shape == (48, 5) and torch.equal(scales, scales.bfloat16().float())
+    assert torch.equal(q, q.round()) and float(q.min()) >= LEAST and float(q.max()) <= MOST
+    nearest = (weight / scales.repeat_interleave(32, 1)).round().clamp(LEAST, MOST)
+    assert _error(weight, q, scales, rows) < 0.4 * _error(weight, nearest, scales, rows)
+    # Inputs that say nothing of one another: there is nothing to make up for, and each weight is rounded.
+    q, scales = quantise(weight, torch.eye(160), 32, torch.bfloat16)
+    assert torch.equal(q, (weight / scales.repeat_interleave(32, 1)).round().clamp(LEAST, MOST))
+
+
+def test_gptq_of_inputs_that_never_come_and_of_too_few_rows() -> None:
+    torch.manual_seed(0)
+    weight, rows = torch.randn(8, 64), torch.randn(3, 64)
+    rows[:, 5] = 0
+    q, scales = quantise(weight, rows.t() @ rows, 32, torch.float16)
+    assert torch.isfinite(scales).all() and (scales > 0).all() and (q[:, 5] == 0).all()
+    assert _error(weight, q, scales, rows) < 0.01 * float((rows @ weight.t()).square().mean())
+
+
+def test_groups_divide_every_layer() -> None:
+    assert [group_of(inputs) for inputs in ({256, 512}, {576, 1536}, {96}, {100, 128})] == [128, 64, 32, None]
+
+
+# --- folders ---------------------------------------------------------------------------------------------
+
+
+def _unpacked(folder: Path, into: Path, subject: Subject) -> Tensor:
+    """Logits of the folder as eft reads quantised base models."""
+    packing = packing_of(json.loads((folder / "config.json").read_text())["quantization_config"], field="model")
+    assert packing is not None
+    write_unpacked(folder, packing, into)
+    return logits_of(load_model(into, torch.bfloat16), subject.rows, subject.between)
+
+
+def test_both_formats_are_read_by_their_library_and_by_eft(tmp_path: Path) -> None:
+    compressed_tools()
+    subject = _tuned("llama", tmp_path)
+    told: list[dict[str, str]] = []
+
+    class Events:
+        def write(self, kind: str, **data: str) -> None:
+            told.append(data)
+
+    read: dict[str, Tensor] = {}
+    before = packed.read_logits
+
+    def noted(folder: Path, subject: Subject, tools: packed.Tools) -> Tensor:
+        read[folder.name] = before(folder, subject, tools)
+        return read[folder.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "read_logits", noted)
+        outcomes = write_formats([FP8(min_retention=0.9), GPTQ(min_retention=1)], subject, Events())  # type: ignore[arg-type]
+    fp8, gptq = outcomes
+    assert fp8["released"] and fp8["retention"]["reader"] == "compressed-tensors 0.20.0", fp8
+    assert 0.9 < fp8["retention"]["retention"] < 1 and fp8["dtype"] == "bf16"
+    # What has kept less than the job wants is there, apart, with its figure.
+    assert not gptq["released"] and gptq["folder"] == "withheld/gptq" and 0.9 < gptq["retention"]["retention"] < 1
+    assert told[0]["code"] == "packed_withheld"
+    for outcome in outcomes:
+        folder = tmp_path / "artifacts" / outcome["folder"]
+        assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {one.name for one in folder.iterdir()}
+        ours = _unpacked(folder, tmp_path / outcome["type"], subject)
+        apart = (ours - read[outcome["type"]]).square().mean() / ours.square().mean()
+        # In fp8 the library rounds the inputs of the layers too.
+        assert apart < (1e-10 if outcome["type"] == "gptq" else 0.05), (outcome["type"], float(apart))
+    assert not list((tmp_path / "artifacts").glob(".*"))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma3", "phi3"])
+def test_files_of_each_family(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each family's blocks are quantised one after the other, and eft reads the folder as what was trained."""
+    compressed_tools()
+    if family in OTHERS:
+        monkeypatch.setitem(TRAINED, family, OTHERS[family])
+    monkeypatch.setitem(SMALL, "initializer_range", 0.1)
+    subject = _tuned(family, tmp_path)
+    tuned, base = subject.logits("trained")
+
+    def refuse(*_: object) -> None:
+        raise Written
+
+    monkeypatch.setattr(packed, "_proven", refuse)
+    for item, write in ((FP8(), write_fp8), (GPTQ(), write_gptq)):
+        folder = subject.artifacts / item.type
+        with pytest.raises(Written):
+            write(item, subject, folder)  # type: ignore[operator]
+        found = _unpacked(folder, tmp_path / item.type, subject)
+        lost, all_of_it = ((one - tuned).square().mean() for one in (found, base))
+        assert lost < 0.25 * all_of_it, (family, item.type, float(lost / all_of_it))
+    subject.close()
+
+
+def test_what_cannot_be_held_is_refused_before_work_begins(tmp_path: Path) -> None:
+    compressed_tools()
+    subject = _tuned("qwen2_moe", tmp_path)
+    with pytest.raises(ModelError, match="mixtures of experts") as caught:
+        prepare_exports([FP8()], subject.model_dir, CACHE, offline=True)
+    assert (caught.value.field, caught.value.code) == ("export", "packed_refused")
+    with pytest.raises(Withheld):
+        write_fp8(FP8(), subject, subject.artifacts / "fp8")
