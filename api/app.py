@@ -45,6 +45,7 @@ from api.pipelines.router import router as pipelines_router
 from api.pipelines.schemas import openapi_schemas as pipeline_schemas
 from api.queue.gpus_router import router as gpus_router
 from api.queue.router import router as queue_router
+from api.rewards.router import router as rewards_router
 from api.serving import replies
 from api.serving.router import router as serving_router
 from api.sessions.router import router as sessions_router
@@ -135,6 +136,7 @@ def create_app(settings: Settings) -> FastAPI:
         events_router,
         files_router,
         preview_router,
+        rewards_router,
         nodes_router,
         notices_router,
         queue_router,

@@ -376,6 +376,10 @@ FAILURES: dict[str, Code] = {
         "A Python metric of `evaluation.generation` raised an error, took too long, or returned no finite number.",
         "The message names the row and the error; mend the function, or remove the metric.",
     ),
+    "rewards_do_not_teach": (
+        "A trial of these rewards found next to no group whose answers have different rewards.",
+        "Change prompts, rewards or sampling and try again (`eft rewards try`), or set `stage.force`.",
+    ),
     "no_reward_column": (
         "A reward reads a column that some rows do not have, or that holds what it cannot use.",
         "The message names the rows; add the column, or name another one in `stage.reward`.",

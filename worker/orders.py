@@ -41,6 +41,8 @@ FOLDERS = ("model_dir", "adapter_dir", "tokenizer_dir")
 """Folders in what a child has prepared."""
 TRAINED = {False: "adapter_model.safetensors", True: "config.json"}
 """A file of the folder that was trained, by whether it has all parameters."""
+TRIAL_PROMPTS = 32
+"""Prompts that a trial of rewards answers, more where the last step has more of them."""
 SLACK_BYTES = 1 << 30
 """Bytes of stacks and arenas that threads reserve and do not use."""
 
@@ -128,6 +130,7 @@ def run_order(
         cache_dir=str(layout.cache),
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
+        trial_prompts=TRIAL_PROMPTS if claim.kind == Kind.TRIAL else None,
         world_size=len(claim.slots),
         selftest=None if selftest is None else selftest.model_dump(mode="json"),
         settled=None if claim.settled is None else claim.settled | {"words": auto_method.words(claim.settled)},

@@ -22,7 +22,7 @@ from api.notices import service as webhooks
 from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Fault, NotFound, SpecError
-from core.jobs.admission import auto_method, parents
+from core.jobs.admission import auto_method, parents, trials
 from core.jobs.lifecycle import deletion, retention
 from core.jobs.lifecycle.registry import exports
 from core.jobs.lifecycle.submit import Actor, find, retry, submit
@@ -35,6 +35,7 @@ from core.settings import Settings
 from core.spec import hints
 from core.spec.axes.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.resolve import resolve
@@ -131,14 +132,29 @@ class Jobs:
                 known = idempotency.known(session, actor, key, *asked)
                 assert known is not None  # the row that kept us from taking the key
                 return SubmitReply(*known, replayed=True)
-            for field, source in _sources(spec):  # again, and held: nobody deletes them before the job is there
-                if isinstance(source, FileSource):
-                    _file(session, actor, source, field, share=True)
+            self.hold_files(session, actor, spec)
             job = submit(session, actor, spec, bounds=VolumeLimits.of(self._settings))
             body = job_view(job, training_attempts=0) | {"notices": told}
             if key is not None:
                 idempotency.keep(session, actor, key, body)
             return SubmitReply(201, body)
+
+    def hold_files(self, session: Session, actor: Actor, spec: JobSpec) -> None:
+        """Look up its files again, and hold them: nobody deletes them before the job is there."""
+        for field, source in _sources(spec):
+            if isinstance(source, FileSource):
+                _file(session, actor, source, field, share=True)
+
+    def to_try(self, actor: Actor, document: Any) -> JobSpec:
+        """The spec of a job whose rewards are to be tried. Raises SpecError, NoSpace."""
+        spec = self.resolved(actor, document, trial=True)
+        if not isinstance(spec.stage, RolloutStage):
+            raise SpecError(
+                f"`stage: {spec.stage.type}` has no rewards to try; those with `stage.reward` have", field="stage"
+            )
+        self._refuse_what_fits_nowhere(actor, spec)
+        self._layout.require_space(self._settings.min_free_bytes)
+        return spec
 
     def check_retry(self, actor: Actor, job_id: str) -> None:
         """Before the transaction. Raises NotFound, NoSpace; SpecError where it fits nowhere."""
@@ -152,9 +168,7 @@ class Jobs:
         """Retry a failed or cancelled job. Raises NotFound, Conflict; SpecError without its files."""
         limits = VolumeLimits.of(self._settings)
         again = retry(session, actor, job_id, limits, max_runtime_seconds=max_runtime_seconds)
-        for field, source in _sources(JobSpec.model_validate(again.spec)):
-            if isinstance(source, FileSource):
-                _file(session, actor, source, field, share=True)
+        self.hold_files(session, actor, JobSpec.model_validate(again.spec))
         return job_view(again, training_attempts=0)
 
     def delete(self, actor: Actor, job_id: str, store: Store) -> dict[str, Any]:
@@ -204,11 +218,12 @@ class Jobs:
         unsent: bool = False,
         ahead: Mapping[str, JobSpec] | None = None,
         rowless: bool = False,
+        trial: bool = False,
     ) -> JobSpec:
         """The spec as it would run; `preview`: its rows are to be rendered, nothing is to be trained; `unsent`: it may
         name files that are not uploaded yet (core/spec/axes/data.py, UNSENT); `ahead`: resolved specs of jobs that it
         may name and that are not there yet, by the ids that stand for them; `rowless`: it is a session, whose training
-        file stands for none.
+        file stands for none; `trial`: its rewards are to be tried.
 
         Raises SpecError, with a fault for every wrong field, and NotFound where its model is a job or an entry of the
         registry that the project does not have.
@@ -223,6 +238,8 @@ class Jobs:
             spec = sized(session, actor.project_id, resolve(spec))
             if not preview:
                 beginning.check(session, actor, spec)
+            if not (preview or trial) and (fault := trials.refusal(session, actor.project_id, spec)) is not None:
+                faults.append(fault)
         faults += check(spec, preview=preview)
         if faults:
             first, more = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

@@ -22,7 +22,7 @@ from eft.commands import (
     plan,
 )
 from eft.commands.admin import access, box, gpu, queue, webhooks, worker
-from eft.commands.models import pipelines, push, registry, serve, sweeps
+from eft.commands.models import pipelines, push, registry, rewards, serve, sweeps
 from eft.manual.source import HEADINGS, manual
 from eft.terminal.app import App, Root
 from eft.version import VERSION
@@ -71,6 +71,7 @@ for verb in (
 app.command("jobs", hidden=True)(jobs.ls)
 app.command("status", hidden=True)(jobs.status)
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel=JOBS)
+app.add_typer(rewards.app, name="rewards", rich_help_panel=MODELS)
 app.add_typer(registry.app, name="models", rich_help_panel=MODELS)
 app.command(rich_help_panel=MODELS)(push.push)
 app.command(rich_help_panel=MODELS)(serve.serve)

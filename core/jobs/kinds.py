@@ -22,6 +22,8 @@ class Kind(StrEnum):
     """Answer operations of a training loop that runs elsewhere."""
     SERVING = "serving"
     """Answer requests to a model, of the lowest priority."""
+    TRIAL = "trial"
+    """Reward answers of the untrained model as a training would."""
     EXPORT = "export"
     """Make formats of a model that was trained before."""
 
@@ -72,6 +74,9 @@ def _silence_of_training(phase: str, settings: Settings) -> float:
 CHILDREN: Mapping[Kind, ChildKind] = {
     Kind.PREPARE: ChildKind("core.train.entry.prepare", network=True, silence=_silence_of_preparing),
     Kind.TRAIN: ChildKind("core.train", standby=True, billed=True, limited=True, silence=_silence_of_training),
+    Kind.TRIAL: ChildKind(
+        "core.train", takes=Kind.TRAIN, standby=True, billed=True, limited=True, silence=_silence_of_training
+    ),
     Kind.PREVIEW: ChildKind("core.train.entry.preview", silence=_silence_of_training),
     Kind.SESSION: ChildKind(
         "core.train.session", takes=Kind.TRAIN, stream=True, billed=True, limited=True, silence=_silence_of_training
@@ -82,6 +87,8 @@ CHILDREN: Mapping[Kind, ChildKind] = {
     Kind.EXPORT: ChildKind("core.train.entry.export", limited=True, silence=_silence_of_training),
 }
 
+WAITING_KINDS = (Kind.TRAIN, Kind.SESSION, Kind.SERVING, Kind.TRIAL)
+"""Kinds of jobs that wait for their model, and then for a training slot."""
 ON_TRAINING_SLOTS = tuple(kind for kind, child in CHILDREN.items() if Kind.TRAIN in (kind, child.takes))
 """Kinds that hold a GPU, or the CPU of a box without one."""
 

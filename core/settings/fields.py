@@ -230,7 +230,7 @@ class SettingFields(BaseSettings):
     keep_checkpoints_days: Span = 30.0
     """Days after a job's end for which its checkpoints and files other than artifacts are kept. 0: forever."""
     keep_previews_days: Span = 30.0
-    """Days after their end for which previews are kept. 0: forever."""
+    """Days after their end for which previews and trials of rewards are kept. 0: forever."""
     keep_unused_files_days: Span = 0.0
     """Days for which uploaded files that no job has named are kept. 0: forever."""
     keep_history_days: Span = 0.0

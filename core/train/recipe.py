@@ -45,6 +45,7 @@ from core.train.ranks.env import RankEnv
 from core.train.ranks.last_word import tell_launcher
 from core.train.rollout.held_out import build_reward_evaluator
 from core.train.rollout.loader import RolloutLoader
+from core.train.rollout.tryout import try_rewards
 from core.train.run import Run
 from core.train.stage import Stage
 from core.train.stages.balanced import with_balance
@@ -133,6 +134,10 @@ def train(run: Run) -> None:
     record |= prepare_reference(run, engine, stage, data, used)
     compute.environment.describe(record, None if run.order.selftest is None else run.order.selftest.get("runtime"))
     run.events.write("run_record", record=record)
+    if run.order.trial_prompts is not None and rollouts is not None:
+        result = try_rewards(run, engine, stage, rollouts, run.order.trial_prompts)
+        run.events.write("result", result=result, artifacts=[])
+        return
     evaluator = evaluator_of(run, engine, stage, tokenizer, data, rollouts)
     resume(run, engine, loader, state, compute.environment, total_steps)
     engine.assert_in_sync()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from core.db.tables import Attempt, Job
 from core.jobs.lifecycle.finish import Succeeded
 from core.settings import Settings
 from tests.support import selftest
-from tests.support.client import eft
+from tests.support.client import EFT, eft, environment
+from tests.support.target import until
 from worker.agent.agent import Agent
 
 
@@ -229,3 +231,60 @@ def test_rollouts_are_served_by_step(api: Any) -> None:
     assert ([one["completion"][0] for one in long["data"]], long["next"]) == (["a"], 1)
     drawn = eft(api, "rollouts", job_id, "--step", "3")
     assert drawn.returncode == 0 and "3 + 4?" in drawn.stdout and "reward 1 (number 1), advantage +0.50" in drawn.stdout
+
+
+def test_rewards_are_tried_before_a_training(box: Any, tiny: Path, tmp_path: Path) -> None:
+    file_id = box.upload(jsonl([{"prompt": f"letter {n}?", "reference": "a"} for n in range(3)]))["id"]
+    stage = {"type": "grpo", "num_generations": 2, "max_completion_length": 4, "reward": ["exact"]}
+    training = {"per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
+    job = {
+        "model": str(tiny),
+        "data": file_id,
+        "method": {"type": "lora", "r": 4},
+        "stage": stage,
+        "training": training,
+    }
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job))
+    text = box.upload(b'{"text": "a"}\n')["id"]
+    assert box.http.post("/rewards/try", json={"model": str(tiny), "data": text}).json()["error"]["field"] == "stage"
+    asked = box.http.post("/rewards/try", json=job, headers={"idempotency-key": "once"})
+    assert asked.status_code == 202, asked.text
+    aside = asked.json()
+    assert box.http.post("/rewards/try", json=job, headers={"idempotency-key": "once"}).json()["id"] == aside["id"]
+    assert box.http.post("/jobs?dry_run=true", json=job).status_code == 200  # nothing is known yet
+    assert box.http.post(f"{aside['links']['self']}/cancel").json()["status"] == "cancelled"
+    command = [EFT, "rewards", "try", str(path)]
+    asking = subprocess.Popen(command, env=environment(box), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    queued = select(Job.id).where(Job.kind == "trial", Job.status == "queued")
+
+    def waiting() -> str | None:
+        with box.database.read() as session:
+            return session.execute(queued).scalar_one_or_none()
+
+    until(lambda: waiting() is not None or asking.poll() is not None)
+    trial_id = waiting()
+    work(box, tiny)
+    drawn, told = asking.communicate(timeout=300)
+    assert asking.returncode == 2 and "3 of 3 (100%)" in drawn and "stage.force" in drawn, (drawn, told)
+    self_link = f"/rewards/try/{trial_id}"
+    found = box.http.get(self_link).json()
+    assert (found["status"], found["failure"]) == ("succeeded", None), found
+    result = found["result"]
+    # Random letters are never "a" alone four tokens long, in no answer.
+    assert (result["prompts"], result["answers"], result["share_alike"]) == (3, 6, 1.0)
+    assert result["reward"]["histogram"] == [{"from": 0.0, "to": 0.0, "answers": 6}]
+    assert result["step"]["train_seconds"] is None and result["step"]["rollout_seconds"] > 0
+    with box.database.read() as session:
+        rows = session.execute(select(Attempt.kind, Attempt.slot).where(Attempt.job_id == trial_id)).all()
+    assert [tuple(row) for row in rows] == [("prepare", "prepare-0"), ("trial", "cpu")]
+    assert box.http.get("/jobs").json()["data"] == []
+    # A job on the same rewards is refused, by whatever way it comes, unless it is wanted all the same.
+    for route in ("/jobs", "/jobs?dry_run=true"):
+        refused = box.http.post(route, json=job)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "rewards_do_not_teach"), refused.text
+        assert "stage.force" in refused.json()["error"]["message"]
+    sharper = job | {"stage": stage | {"temperature": 1.5}}
+    assert box.http.post("/jobs?dry_run=true", json=sharper).status_code == 200
+    assert box.http.post("/jobs", json=job | {"stage": stage | {"force": True}}).status_code == 201
+    assert box.client("elsewhere", "bob").get(self_link).status_code == 404

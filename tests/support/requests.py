@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tests.support.uploads import adapter_files
-from tests.support.world import MODEL, Project, World
+from tests.support.world import MODEL, Project, World, rewarded
 
 
 def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, str]:
@@ -17,6 +17,7 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
             "job_id": f"job-{nothing}",
             "file_id": f"file-{nothing}",
             "preview_id": f"preview-{nothing}",
+            "trial_id": f"trial-{nothing}",
             "pipeline_id": f"pipe-{nothing}",
             "sweep_id": f"sweep-{nothing}",
             "model_id": f"model-{nothing}",
@@ -37,6 +38,7 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
         "job_id": project.job,
         "file_id": here.file(project.owner) if fresh else project.file,
         "preview_id": project.preview,
+        "trial_id": project.trial,
         "pipeline_id": project.pipeline,
         "sweep_id": project.sweep,
         "model_id": project.model,
@@ -87,6 +89,8 @@ def request_of(here: World, route: tuple[str, str], project: Project) -> dict[st
             return {"files": {"file": ("rows.jsonl", b'{"text": "a"}\n')}}
         case ("POST", "/files/{file_id}/preview"):
             return {"json": {"model": MODEL}}
+        case ("POST", "/rewards/try"):
+            return {"json": rewarded(project.file)}
         case ("POST", "/keys"):
             return {"json": {"name": here.fresh("key")}}
         case ("POST", "/limits"):

@@ -44,6 +44,13 @@ SHA = "5" * 64
 """SHA-256 of every file here, in both projects."""
 
 
+def rewarded(file: str) -> dict[str, Any]:
+    """A job that learns from answers to the texts of a file."""
+    train = {"type": "file", "id": file, "format": "prompt", "columns": {"prompt": "text"}}
+    stage = {"type": "grpo", "reward": [{"type": "regex", "pattern": "a"}]}
+    return {"model": MODEL, "data": {"train": train}, "stage": stage, "training": {"max_length": 512}}
+
+
 @dataclass(frozen=True)
 class Caller:
     """A user with a key."""
@@ -65,6 +72,7 @@ class Project:
     job: str
     file: str
     preview: str
+    trial: str
     key: str
     pipeline: str
     sweep: str
@@ -225,8 +233,10 @@ class World:
         spec = self.spec(file)
         with self.database.write() as session:
             preview = previews.ask(session, owner, spec, file).id
+            trial = submit(session, owner, resolve(JobSpec.model_validate(rewarded(file))), kind="trial")
+            stop(session, owner, trial)  # it takes no slot from the jobs that are made here
         several = (self.pipeline(owner, file), self.sweep(owner, file))
-        project = Project(made.id, name, owner, self.job(owner, file), file, preview, "", *several)
+        project = Project(made.id, name, owner, self.job(owner, file), file, preview, trial.id, "", *several)
         return Project(**{**vars(project), "key": self.key_of(project)})
 
     def file(self, owner: Actor) -> str:

@@ -99,6 +99,29 @@ def test_the_rollouts_are_an_artifact(calm: Path) -> None:
     assert kinds["rollouts.jsonl"] == "rollouts"
 
 
+def test_a_trial_is_the_first_rollouts_and_trains_nothing(
+    calm: Path, tiny_dir: Path, rows: Path, tmp_path: Path
+) -> None:
+    tried = order(tmp_path / "run", tiny_dir, rows)
+    path = tried / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"trial_prompts": 2}))
+    assert run(tried) == EXIT_OK, log(tried)
+    told = events(tried, "result")[0]
+    found = told["result"]
+    # Two prompts are less than the three of a step, which is made whole: it is the first step of the training.
+    first = list(map(json.loads, (calm / "artifacts" / "rollouts.jsonl").read_text().splitlines()))[:12]
+    assert (found["prompts"], found["answers"]) == (3, 12)
+    assert found["reward"]["mean"] == pytest.approx(sum(one["reward"] for one in first) / 12)
+    assert {one["answer"] for one in found["examples"]} <= {one["completion"] for one in first}
+    for name in ("early", "length"):
+        bars = found["rewards"][name]["histogram"]
+        assert sum(bar["answers"] for bar in bars) == 12
+        assert {bar["from"] for bar in bars} == {one["rewards"][name] for one in first}
+    assert found["share_alike"] == pytest.approx(figures(calm)[1]["frac_reward_zero_std"])
+    assert found["step"]["train_seconds"] > 0 and found["tokens"]["longest_answer"] <= 8
+    assert told["artifacts"] == [] and not (tried / "checkpoints").exists() and not events(tried, "metrics")
+
+
 SOURCE = (
     "def reward(completions, reference):\n    return [len(c) / 10 + int(r) for c, r in zip(completions, reference)]"
 )

@@ -12,7 +12,7 @@ from eft.aio.transport import AsyncTransport
 from eft.errors import EftClientError
 from eft.http import paths
 from eft.http.responses import Param
-from eft.types import Job, LogChunk, Page
+from eft.types import FINAL, Job, LogChunk, Page
 
 
 class AsyncJobs:
@@ -35,6 +35,18 @@ class AsyncJobs:
         prepared there: `plan_reason` says so) with bytes, method, disk and time for each kind of slot."""
         params: dict[str, Param] = {"dry_run": "true"}
         answer: dict[str, Any] = await self._transport.json("POST", "/jobs", params=params, body=spec, idempotent=True)
+        return answer
+
+    async def try_rewards(self, spec: dict[str, Any], *, patience: float = 300.0) -> dict[str, Any]:
+        """What the untrained model's answers to prompts of the job are rewarded with: waits for the trial's end, and
+        answers the trial, whether it has succeeded or failed."""
+        headers = {"Idempotency-Key": uuid.uuid4().hex}
+        first = await self._transport.json("POST", "/rewards/try", body=spec, headers=headers, idempotent=True)
+        answer: dict[str, Any] = first
+        path, params = f"/rewards/try/{paths.identity(answer['id'])}", {"wait": 20}
+        while answer["status"] not in FINAL:
+            look = partial(self._transport.json, "GET", path, params=params)
+            answer = await self._transport.persist(look, patience)
         return answer
 
     async def get(self, job_id: str) -> Job:

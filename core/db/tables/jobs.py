@@ -12,9 +12,10 @@ from core.db.tables.base import Base, Id, Owned
 
 QUEUED = "status = 'queued'"
 
+_ON_TRAINING_SLOTS = "kind IN ('train', 'session', 'serving', 'trial')"
 WAITS_FOR = {
-    "prepare": f"{QUEUED} AND unmet = 0 AND kind IN ('train', 'session', 'serving') AND prepared IS NULL",
-    "train": f"{QUEUED} AND unmet = 0 AND kind IN ('train', 'session', 'serving') AND prepared IS NOT NULL",
+    "prepare": f"{QUEUED} AND unmet = 0 AND {_ON_TRAINING_SLOTS} AND prepared IS NULL",
+    "train": f"{QUEUED} AND unmet = 0 AND {_ON_TRAINING_SLOTS} AND prepared IS NOT NULL",
     "preview": f"{QUEUED} AND kind = 'preview'",
     "export": f"{QUEUED} AND kind = 'export'",
 }
@@ -29,6 +30,7 @@ AFTER_OTHERS = "unmet > 0 AND status IN ('queued', 'paused')"
 
 PREVIEWS = "kind = 'preview'"
 EXPORTS = "kind = 'export'"
+TRIALS = "kind = 'trial'"
 
 
 def _queue_key(context: Any) -> str:
@@ -190,6 +192,13 @@ class Job(Owned, Base):
             postgresql_where=text(EXPORTS),
         ),
         Index(
+            "ix_jobs_trials",
+            "project_id",
+            "id",
+            sqlite_where=text(TRIALS),
+            postgresql_where=text(TRIALS),
+        ),
+        Index(
             "ix_jobs_leased",
             "lease_until",
             sqlite_where=text("lease_until IS NOT NULL"),
@@ -218,7 +227,7 @@ class Attempt(Owned, Base):
     job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
     attempt: Mapped[int] = mapped_column(Integer, primary_key=True)
     kind: Mapped[str] = mapped_column(String(16))
-    """prepare, train, session, preview or export."""
+    """prepare, train, session, serving, trial, preview or export."""
     node: Mapped[str] = mapped_column(String(255))
     worker: Mapped[str] = mapped_column(Id)
     slot: Mapped[str] = mapped_column(String(128))

@@ -23,7 +23,7 @@ from core.jobs.base.shares import HALF_LIFE_SECONDS
 from core.jobs.base.slots import Key, Slot
 from core.jobs.base.states import Status
 from core.jobs.base.transitions import Token, move
-from core.jobs.kinds import CHILDREN, Kind
+from core.jobs.kinds import CHILDREN, WAITING_KINDS, Kind
 from core.jobs.policies import holds
 from core.jobs.scheduling import gang_scheduling, queue_order, runtime_estimates
 from core.spec.job import JobSpec
@@ -147,7 +147,7 @@ def kind_of(job: Job, slots: Sequence[Slot]) -> Kind:
     """What an attempt on these slots does: a job whose model is not there yet is prepared, whatever the slot."""
     if job.prepared is None:
         return Kind.PREPARE
-    return Kind(job.kind) if job.kind in (Kind.SESSION, Kind.SERVING) else slots[0].phase
+    return Kind(job.kind) if job.kind in WAITING_KINDS else slots[0].phase
 
 
 def decide(
@@ -188,7 +188,7 @@ def _take(
 ) -> Claim | None:
     """Write what `decide` says; None: another worker was quicker."""
     least = min(slots, key=lambda one: one.device_bytes)
-    opens = kind_of(job, slots) == Kind.TRAIN and auto_method.is_open(job.spec, job.settled)
+    opens = kind_of(job, slots) in (Kind.TRAIN, Kind.TRIAL) and auto_method.is_open(job.spec, job.settled)
     opened = _settle(session, job, least) if opens else {}
     won, start = decide(job, worker, node, slots, opened, runtime_estimates.spent(session, job.id))
     values: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 - Checkpoints, and artifacts that no job lists, of jobs that ended long ago. What a job hands back stays, as do its log
   and its events; a later retry begins from the start.
-- Previews that ended long ago, with their rows.
+- Previews and trials of rewards that ended long ago, with their rows.
 - Uploaded files that no job has ever named, where the administrator says so.
 - Curves, logs and all events but changes of state of jobs that ended long ago, where the administrator says so.
 
@@ -88,7 +88,7 @@ def find(session: Session, layout: Layout, rules: RetentionRules) -> Iterator[Re
     if rules.previews_days:
         before = now - rules.previews_days * DAY
         words = f"it ended more than {rules.previews_days:g} days ago"
-        for job_id, project_id in session.execute(_ended(before, "preview")).all():
+        for job_id, project_id in session.execute(_ended(before, "preview", "trial")).all():
             paths = tuple(path for path in [layout.job(job_id)] if path.is_dir())
             yield Removal("preview", job_id, project_id, paths, sum(map(size, paths)), words, before)
     if rules.history_days:
@@ -145,8 +145,8 @@ def _set_aside(session: Session, layout: Layout, removal: Removal) -> list[Path]
             return [set_aside(path, ASIDE) for path in removal.paths if path.exists()]
 
 
-def _ended(before: float, kind: str) -> Select[str, str]:
-    query = select(Job.id, Job.project_id).where(Job.kind == kind, Job.status.in_(_ENDED), Job.finished_at < before)
+def _ended(before: float, *kinds: str) -> Select[str, str]:
+    query = select(Job.id, Job.project_id).where(Job.kind.in_(kinds), Job.status.in_(_ENDED), Job.finished_at < before)
     return query.order_by(Job.finished_at, Job.id)
 
 

@@ -31,6 +31,7 @@ ASKED = {
     "export": "model.export",
     "session": "session.create",
     "serving": "serving.start",
+    "trial": "rewards.try",
 }
 """Names of the actions in the audit."""
 
@@ -40,7 +41,7 @@ def submit(
     actor: Actor,
     spec: JobSpec,
     *,
-    kind: Literal["train", "preview", "export", "session", "serving"] = "train",
+    kind: Literal["train", "preview", "export", "session", "serving", "trial"] = "train",
     retry_of: Job | None = None,
     chain: ModelChain | None = None,
     pipeline_id: str | None = None,
@@ -56,7 +57,7 @@ def submit(
     NotFound or SpecError where its model is a job that there is no going on from, and QueueFull or SpecsFull beyond
     `bounds`.
     """
-    priority = spec.priority if kind in ("train", "session") else BELOW_ALL if kind == "serving" else 0
+    priority = spec.priority if kind in ("train", "session", "trial") else BELOW_ALL if kind == "serving" else 0
     if retry_of is None:
         quotas.check_priority(session, actor.project_id, priority)
     else:  # accepted once; the limit may have been lowered since

@@ -83,7 +83,7 @@ def require_room(
     session: Session,
     project_id: str,
     bounds: VolumeLimits,
-    kind: Literal["train", "export", "session", "serving"] = "train",
+    kind: Literal["train", "export", "session", "serving", "trial"] = "train",
 ) -> None:
     """Raises QueueFull before a job, or an export, is put in the queue. Call it behind `add`, which takes the lock."""
     noun = "jobs" if kind == "train" else f"{kind}s"

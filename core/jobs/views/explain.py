@@ -22,7 +22,7 @@ from core.jobs.base.shares import HALF_LIFE_SECONDS
 from core.jobs.base.slots import Key, Slot
 from core.jobs.base.states import Status
 from core.jobs.base.stop_reasons import StopReason
-from core.jobs.kinds import Kind
+from core.jobs.kinds import WAITING_KINDS, Kind
 from core.jobs.policies import disk_room as room
 from core.jobs.policies.budget import NO_BUDGET, Budget, Over
 from core.jobs.policies.quotas import names
@@ -100,7 +100,7 @@ def job(session: Session, settings: QueueSettings, waiting: Job) -> Explanation 
     if waiting.status != Status.QUEUED.value:
         return None
     phase = Kind.PREPARE if waiting.prepared is None else Kind.TRAIN
-    if waiting.kind not in ("train", "session", "serving"):
+    if waiting.kind not in WAITING_KINDS:
         phase = Kind(waiting.kind)
     return QueueExplainer(session, settings).explain_one(phase, waiting)
 
@@ -195,7 +195,7 @@ class QueueExplainer:
     def _others(self, phase: Kind, known: Iterable[str], limit: int) -> list[Job]:
         """What waits and is in no line, oldest first."""
         in_line = set(known)
-        query = select(Job).where(Job.status == Status.QUEUED.value, Job.kind.in_(("train", "session", "serving")))
+        query = select(Job).where(Job.status == Status.QUEUED.value, Job.kind.in_(WAITING_KINDS))
         query = query.where(Job.prepared.is_(None) if phase == Kind.PREPARE else Job.prepared.is_not(None))
         rows = self._session.execute(query.order_by(Job.created_at, Job.id).limit(len(in_line) + limit)).scalars()
         return [row for row in rows if row.id not in in_line][:limit]

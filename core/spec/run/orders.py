@@ -120,6 +120,8 @@ class RunOrder(SpecModel):
     """Beyond which allocations fail; null: no limit."""
     helper_limit: MemoryLimit | None = None
     """The same of each process beside it that makes tokens of rows."""
+    trial_prompts: int | None = None
+    """Prompts that the untrained model answers to try the rewards, in place of a training; null: it trains."""
     world_size: int = Field(default=1, ge=1)
     """Ranks, one a GPU (or CPU slot) of the claim. With several the child only starts them (core/train/ranks)."""
     held_at: float | None = None

@@ -78,11 +78,16 @@ class RolloutLoader:
     def batches(self, step: int) -> StepBatches:
         number = step // self.stage.num_iterations
         if self._rollout is None or self._rollout.number != number:
-            self._rollout, self._dataset = self._rolled_out(number), None
-        rollout = self._rollout
+            self._rollout, self._dataset = self.roll_out(number), None
         if self._dataset is None:
-            self._dataset = rollout.dataset()
-        dataset = self._dataset
+            self._dataset = self._rollout.dataset()
+        return self._batches(self._rollout, self._dataset)
+
+    def batches_of(self, rollout: Rollout) -> StepBatches:
+        """A step over a rollout that is not kept."""
+        return self._batches(rollout, rollout.dataset())
+
+    def _batches(self, rollout: Rollout, dataset: TokenDataset) -> StepBatches:
         totals: dict[str, float] = {
             "tokens": sum(len(answer) for answer in rollout.answers),
             "answers": len(rollout.answers),
@@ -132,7 +137,7 @@ class RolloutLoader:
 
     # --- a rollout ------------------------------------------------------------------------------------
 
-    def _rolled_out(self, number: int) -> Rollout:
+    def roll_out(self, number: int) -> Rollout:
         """Sample, reward, compare. StopRequested."""
         stage = self.stage
         rows = list(self.order.rows_of(number))

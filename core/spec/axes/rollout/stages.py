@@ -52,6 +52,9 @@ class RolloutStage(SpecModel):
     """Weight of the divergence from the model that training starts from; 0: none is computed."""
     num_iterations: Annotated[int, Field(ge=1, le=100)] = 1
     """Optimizer steps over the same answers."""
+    force: bool = False
+    """Train although a trial (`eft rewards try`) found that nearly all groups of answers have one reward, so that there
+    is next to nothing to learn."""
 
 
 class GRPO(RolloutStage):

@@ -1,0 +1,1 @@
+"""Trials of the rewards of a job."""
