@@ -50,6 +50,9 @@ from api.serving import replies
 from api.serving.router import router as serving_router
 from api.sessions.router import router as sessions_router
 from api.sweeps.router import router as sweeps_router
+from api.tinker import replies as tinker_replies
+from api.tinker.router import router as tinker_router
+from api.tinker.sampling_router import router as tinker_sampling_router
 from api.web import router as web
 from api.web.changes import Changes
 from core import __version__
@@ -119,7 +122,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.changes = Changes(database)
     state.hub.closes_too(app.state.changes.close)
     app.add_middleware(RequestContext, latencies=state.latencies)
-    errors.install(app, {"/v1": replies.render})
+    errors.install(app, {"/v1": replies.render, "/api/v1": tinker_replies.render})
     routers = (
         jobs_router,
         samples_router,
@@ -129,6 +132,8 @@ def create_app(settings: Settings) -> FastAPI:
         pipelines_router,
         sweeps_router,
         sessions_router,
+        tinker_router,
+        tinker_sampling_router,
         serving_router,
         models_router,
         model_upload_router,

@@ -94,6 +94,12 @@ async def public(request: Request, app: App) -> None:
 _bearer = HTTPBearer(auto_error=False, description="An API key: `eft_…`, shown once when it is made.")
 
 
+def _tinker_key(request: Request) -> str | None:
+    """The key as Tinker's SDK sends it: `tml-` before an API key of eft, or the key alone."""
+    within = request.scope["path"].startswith("/api/v1/")
+    return request.headers.get("x-api-key", "").removeprefix("tml-") or None if within else None
+
+
 def authorise(
     request: Request, app: App, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> None:
@@ -107,8 +113,9 @@ def authorise(
         request.state.principal = None
         return
     address = address_of(request)
-    cookie = None if given is not None else request.cookies.get(sessions.COOKIE)
-    credentials = given.credentials if given is not None else cookie
+    key = given.credentials if given is not None else _tinker_key(request)
+    cookie = None if key is not None else request.cookies.get(sessions.COOKIE)
+    credentials = cookie if key is None else key
     app.limits.before(credentials, address)
     if credentials is None:
         app.limits.stranger(None, address)

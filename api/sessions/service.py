@@ -38,6 +38,8 @@ class Sent:
     seq: int
     operation: dict[str, Any]
     tensors: bytes
+    lane: str | None = None
+    """Numbers of its own, in the place of the model's."""
 
 
 class Sessions:
@@ -79,7 +81,16 @@ class Sessions:
         try:
             with self._database.write() as session:
                 row = log.accept(
-                    session, actor, folder, session_id, sent.seq, sent.operation, sha256, aside, len(sent.tensors)
+                    session,
+                    actor,
+                    folder,
+                    session_id,
+                    sent.seq,
+                    sent.operation,
+                    sha256,
+                    aside,
+                    len(sent.tensors),
+                    sent.lane,
                 )
                 return row.position
         finally:

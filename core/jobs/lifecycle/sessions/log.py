@@ -62,12 +62,13 @@ def accept(
     sha256: str,
     aside: Path | None,
     size: int,
+    lane: str | None = None,
 ) -> SessionOperation:
     """Write an operation into the log, behind all others, and bring a parked session back. The same number again is
-    the same operation. Raises Conflict for another operation under a known number and for a session that has ended,
-    QueueFull for too many that wait."""
+    the same operation; `lane`: a row of numbers of its own, in the place of the model's. Raises Conflict for another
+    operation under a known number and for a session that has ended, QueueFull for too many that wait."""
     found = find(session, actor, session_id, lock=True)
-    model = operation.get("model") or ""
+    model = lane or operation.get("model") or ""
     known = session.execute(
         select(SessionOperation).where(
             SessionOperation.session_id == session_id, SessionOperation.model == model, SessionOperation.seq == seq

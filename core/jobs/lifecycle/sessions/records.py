@@ -75,6 +75,21 @@ def find(session: Session, actor: Actor, session_id: str, *, lock: bool = False)
     return FoundSession(*found)
 
 
+def named(session: Session, actor: Actor, name: str) -> FoundSession | None:
+    """The newest session of this name in the actor's project."""
+    query = select(SessionRow, Job).join(Job, Job.id == SessionRow.id)
+    query = query.where(SessionRow.project_id == actor.project_id, Job.name == name)
+    row = session.execute(query.order_by(SessionRow.id.desc()).limit(1)).one_or_none()
+    return None if row is None else FoundSession(*row)
+
+
+def beginning(session: Session, actor: Actor, start: str) -> list[FoundSession]:
+    """Sessions of the actor's project whose names begin so."""
+    query = select(SessionRow, Job).join(Job, Job.id == SessionRow.id)
+    query = query.where(SessionRow.project_id == actor.project_id, Job.name.startswith(start, autoescape=True))
+    return [FoundSession(*row) for row in session.execute(query)]
+
+
 def page(session: Session, actor: Actor, *, after: str | None = None, limit: int = 20) -> ResultPage[FoundSession]:
     """Sessions of the actor's project, newest first. Raises UnknownCursor when `after` is none of them."""
     query = select(SessionRow, Job).join(Job, Job.id == SessionRow.id)

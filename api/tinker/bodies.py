@@ -1,0 +1,123 @@
+"""What Tinker's SDK sends in JSON. Fields that it adds in later versions are passed over."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from core.errors import SpecError
+from core.spec.load import load_json, storable
+
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Lenient(BaseModel):
+    """Base of these bodies."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class LoraConfig(Lenient):
+    rank: Annotated[int, Field(ge=1, le=4096)] = 32
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class NewRun(Lenient):
+    session_id: str
+    model_seq_id: Number
+    base_model: str
+    lora_config: LoraConfig = LoraConfig()
+    optimizer_config: dict[str, Any] | None = None
+
+
+class OfRun(Lenient):
+    model_id: str
+    seq_id: Number = 0
+
+
+class AdamParams(Lenient):
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
+
+
+class StepWish(OfRun):
+    adam_params: AdamParams
+
+
+class SaveWish(OfRun):
+    path: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,90}$")]
+
+
+class SamplerSave(OfRun):
+    path: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,90}$")] | None = None
+    sampling_session_seq_id: Number | None = None
+    kind: str = "snapshot"
+
+
+class LoadWish(Lenient):
+    path: str
+    optimizer: bool = False
+    session_id: str | None = None
+    model_seq_id: Number | None = None
+    model_id: str | None = None
+    seq_id: Number = 0
+
+
+class NewSampler(Lenient):
+    session_id: str
+    sampling_session_seq_id: Number = 0
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplingWish(Lenient):
+    max_tokens: int | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class ChunkedPrompt(Lenient):
+    chunks: list[dict[str, Any]]
+
+
+class SampleWish(Lenient):
+    sampling_session_id: str
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    prompt: ChunkedPrompt
+    sampling_params: SamplingWish = SamplingWish()
+    prompt_logprobs: bool | None = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_alt_tokens_k: int = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    record_stability_info: bool = False
+
+
+class Ticket(Lenient):
+    request_id: str
+
+
+M = TypeVar("M", bound=Lenient)
+
+
+def parsed(model: type[M], body: bytes) -> M:
+    """Raises SpecError with the first field that is wrong."""
+    document = storable(load_json(body))
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or None
+        raise SpecError(f"{where or 'body'}: {first['msg']}", field=where, code="invalid_value") from error

@@ -1,0 +1,311 @@
+"""From Tinker's words to sessions: each of its models is a session with one adapter, found by its name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from api.deps import AppState
+from api.http.once import Once, answer
+from api.sessions.service import Sent, Sessions, checked_operation
+from api.tinker import bodies
+from api.tinker.messages import PassRequest
+from core.errors import NotFound, SpecError
+from core.jobs.base.states import FINAL, Status
+from core.jobs.base.transitions import Actor
+from core.jobs.lifecycle.sessions import records
+from core.jobs.lifecycle.sessions.records import FoundSession
+from core.spec.session import tensors
+
+ADAPTER = "default"
+IDLE_SECONDS = 15.0
+"""A client may hold several models, each of them a session: the slot of one that rests is free soon."""
+KINDS = {"weights": "w", "sampler_weights": "s"}
+"""Kinds of saved weights by the beginning of their names; `u`: without a name of the caller's."""
+_RUN = re.compile(r"([0-9a-f]{32}):train:([0-9]{1,10})")
+_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,90})")
+_SESSION = re.compile(r"[0-9a-f]{32}")
+_CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
+_OPTIONS: dict[str, dict[str, str]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": _CLIPS,
+    "cispo": _CLIPS,
+    "dro": {"beta": "beta"},
+}
+"""Losses, and the names of their options here."""
+_DEFAULTS: dict[str, dict[str, float]] = {"cispo": {"clip_low": 0.0, "clip_high": 4.0}}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerId:
+    """A sampling session: the session that computes, and the saved weights (None: the base alone)."""
+
+    host: str
+    source: str | None = None
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return ":".join(part for part in (self.host, self.source, self.name) if part)
+
+    @classmethod
+    def read(cls, text: str) -> SamplerId:
+        match text.split(":"):
+            case [host]:
+                return cls(host)
+            case [host, source, name]:
+                return cls(host, source, name)
+        raise NotFound("there is no such sampling session", field="sampling_session_id")
+
+
+class Door:
+    """Tinker's requests of one caller."""
+
+    def __init__(self, app: AppState, actor: Actor) -> None:
+        self.app, self.actor = app, actor
+        self.sessions = Sessions(app.database, app.settings, app.layout)
+
+    # --- models
+
+    def run(self, model_id: str) -> FoundSession:
+        """The session of a model. Raises NotFound."""
+        found = _RUN.fullmatch(model_id)
+        if found is not None:
+            with self.app.database.read() as session:
+                if (known := records.named(session, self.actor, _name(found[1], found[2]))) is not None:
+                    return known
+        raise NotFound(f"there is no model `{model_id[:100]}` in this project", field="model_id")
+
+    def create(self, wish: bodies.NewRun) -> str:
+        if wish.optimizer_config is not None and wish.optimizer_config.get("type") != "adamw":
+            raise SpecError("the optimizer is `adamw`", field="optimizer_config.type", code="invalid_value")
+        lora = wish.lora_config
+        if not (lora.train_mlp and lora.train_attn):
+            words = "an adapter is on all linear layers here: leave train_mlp and train_attn true"
+            raise SpecError(words, field="lora_config", code="invalid_value")
+        host = self._open(wish.session_id, str(wish.model_seq_id), wish.base_model)
+        method = {"type": "lora", "r": lora.rank, "lora_alpha": 32.0}
+        return self._send(host, 0, {"op": "create", "model": ADAPTER, "method": method, "seed": lora.seed or 0})
+
+    def load(self, wish: bodies.LoadWish) -> str:
+        """Put saved weights into a new model, or into one that is there."""
+        source, name = self.saved(wish.path)
+        folder = self.folder(source.row.id, name)
+        if wish.model_id is not None:
+            host, seq = self.run(wish.model_id).row.id, wish.seq_id
+        elif wish.session_id is not None and wish.model_seq_id is not None:
+            host, seq = self._open(wish.session_id, str(wish.model_seq_id), source.row.spec["model"]), 0
+        else:
+            raise SpecError(
+                "give `model_id`, or `session_id` and `model_seq_id`", field="model_id", code="invalid_value"
+            )
+        asked = {"op": "load", "model": ADAPTER, "folder": str(folder), "with_optimizer": wish.optimizer}
+        return self._send(host, seq, asked)
+
+    def passed(self, asked: PassRequest) -> str:
+        """A forward pass, with gradients or without."""
+        host = self.run(asked.model_id).row.id
+        operation = {
+            "op": "forward" if asked.forward_only else "forward_backward",
+            "model": ADAPTER,
+            "loss": _loss(asked.loss, asked.options),
+        }
+        return self._send(host, asked.seq_id, operation, _arrays(asked))
+
+    def step(self, wish: bodies.StepWish) -> str:
+        adam = wish.adam_params
+        operation = {
+            "op": "step",
+            "model": ADAPTER,
+            "learning_rate": adam.learning_rate,
+            "max_grad_norm": adam.grad_clip_norm or None,
+            "weight_decay": adam.weight_decay,
+            "betas": [adam.beta1, adam.beta2],
+            "eps": adam.eps,
+        }
+        return self._send(self.run(wish.model_id).row.id, wish.seq_id, operation)
+
+    def save(self, model_id: str, seq: int, name: str) -> str:
+        return self._send(self.run(model_id).row.id, seq, {"op": "save", "model": ADAPTER, "name": name})
+
+    # --- saved weights
+
+    def saved(self, path: str) -> tuple[FoundSession, str]:
+        """Session and name of saved weights. Raises NotFound."""
+        found = _PATH.fullmatch(path)
+        if found is None:
+            words = "a path is tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME"
+            raise SpecError(words, field="path", code="invalid_value")
+        source, name = self.run(found[1]), f"{KINDS[found[2]]}-{found[3]}"
+        if not self.folder(source.row.id, name).is_dir():
+            raise NotFound(f"nothing was saved as `{path[:200]}`", field="path")
+        return source, name
+
+    def folder(self, session_id: str, name: str) -> Path:
+        return self.app.layout.session(session_id) / "saved" / name
+
+    # --- sampling
+
+    def sampler(self, wish: bodies.NewSampler) -> SamplerId:
+        """A sampling session over saved weights, or over the base alone."""
+        if wish.model_path is not None:
+            source, name = self.saved(wish.model_path)
+            host = source.row.id
+            if Status(source.job.status) in FINAL:
+                host = self._open(wish.session_id, f"s{wish.sampling_session_seq_id}", source.row.spec["model"])
+            return SamplerId(host, source.row.id, name)
+        if wish.base_model is None:
+            raise SpecError("give `base_model` or `model_path`", field="base_model", code="invalid_value")
+        return SamplerId(self._open(wish.session_id, f"s{wish.sampling_session_seq_id}", wish.base_model))
+
+    def sample(self, wish: bodies.SampleWish) -> str:
+        sampler = SamplerId.read(wish.sampling_session_id)
+        rows = _prompt(wish)
+        operation = _generate(wish)
+        if sampler.source is not None and sampler.name is not None:
+            operation["folder"] = str(self.folder(sampler.source, sampler.name))
+        clone, seq = divmod(wish.seq_id, 10**9)
+        lane = "tinker-" + hashlib.sha256(f"{sampler}/{clone}".encode()).hexdigest()[:48]
+        return self._send(sampler.host, seq, operation, {"tokens": rows, "lengths": [len(rows)]}, lane=lane)
+
+    # --- sessions
+
+    def finish(self, session_id: str) -> None:
+        """Close the sessions of a client that has ended; what they saved stays."""
+        if not _SESSION.fullmatch(session_id):
+            raise NotFound("there is no such session", field="session_id")
+        with self.app.database.write() as session:
+            for found in records.beginning(session, self.actor, _name(session_id, "")):
+                records.close(session, self.actor, found.row.id)
+
+    def _open(self, session_id: str, part: str, model: Any) -> str:
+        """The session of this name, made if it is not there. The same request again is the same session."""
+        if not _SESSION.fullmatch(session_id):
+            raise NotFound("there is no such session: `create_session` makes one", field="session_id")
+        name = _name(session_id, part)
+        document = {"name": name, "model": model, "idle_seconds": IDLE_SECONDS}
+        with self.app.database.read() as session:
+            if (known := records.named(session, self.actor, name)) is not None:
+                return known.row.id
+        spec, job = self.sessions.checked(self.actor, document)
+        once = Once(f"tinker {name}", "/api/v1", b"")
+        made = answer(
+            self.app,
+            self.actor,
+            once,
+            document,
+            lambda session: self.sessions.create(session, self.actor, spec, job),
+            status=201,
+        )
+        return str(json.loads(bytes(made.body))["id"])
+
+    def _send(
+        self,
+        host: str,
+        seq: int,
+        operation: dict[str, Any],
+        arrays: dict[str, list[float]] | None = None,
+        lane: str | None = None,
+    ) -> str:
+        body = tensors.pack(arrays) if arrays else b""
+        position = self.sessions.accept(self.actor, host, Sent(seq, checked_operation(operation), body, lane))
+        return f"{host}.{position}"
+
+
+def model_id(found: FoundSession) -> str:
+    """Tinker's id of the model that a session holds."""
+    _, session_id, part = str(found.job.name).split(" ")
+    return f"{session_id}:train:{part}"
+
+
+def tinker_path(found: FoundSession, name: str) -> str:
+    """Tinker's path of what a session has saved under a name."""
+    kind = {begin: kind for kind, begin in KINDS.items()}[name[0]]
+    return f"tinker://{model_id(found)}/{kind}/{name[2:]}"
+
+
+def base_model(found: FoundSession) -> str:
+    model = found.row.spec["model"]
+    return str(model.get("path") or model.get("id"))
+
+
+def _name(session_id: str, part: str) -> str:
+    return f"tinker {session_id} {part}"
+
+
+def _loss(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    if name not in _OPTIONS:
+        words = f"there is no loss `{name[:60]}` here; there are {', '.join(_OPTIONS)}"
+        raise SpecError(words, field="loss_fn", code="invalid_value")
+    known = _OPTIONS[name]
+    if odd := sorted(options.keys() - known):
+        raise SpecError(f"`{name}` has no option `{odd[0][:60]}`", field="loss_fn_config", code="invalid_value")
+    return {"type": name} | _DEFAULTS.get(name, {}) | {known[key]: value for key, value in options.items()}
+
+
+def _arrays(asked: PassRequest) -> dict[str, list[float]]:
+    """Examples one after another. SpecError where inputs have not one number for each token."""
+    if not asked.rows:
+        raise SpecError("a request has at least one datum", field="data", code="invalid_value")
+    names = set(asked.inputs[0])
+    arrays: dict[str, list[float]] = {"tokens": [], "lengths": [], **{name: [] for name in sorted(names)}}
+    for place, (row, inputs) in enumerate(zip(asked.rows, asked.inputs, strict=True)):
+        if set(inputs) != names:
+            words = f"datum {place} has other loss_fn_inputs than the first one"
+            raise SpecError(words, field=f"data.{place}.loss_fn_inputs", code="invalid_value")
+        for name, values in inputs.items():
+            if len(values) != len(row):
+                words = f"datum {place}: `{name}` has {len(values)} numbers, and the input {len(row)} tokens"
+                raise SpecError(words, field=f"data.{place}.loss_fn_inputs.{name}", code="invalid_value")
+            arrays[name] += values
+        arrays["tokens"] += row
+        arrays["lengths"].append(len(row))
+    if "target_tokens" not in arrays:
+        raise SpecError("`target_tokens` is missing", field="data.0.loss_fn_inputs", code="invalid_value")
+    arrays["targets"] = arrays.pop("target_tokens")
+    return arrays
+
+
+def _prompt(wish: bodies.SampleWish) -> list[float]:
+    rows: list[float] = []
+    for place, chunk in enumerate(wish.prompt.chunks):
+        tokens = chunk.get("tokens")
+        if chunk.get("type", "encoded_text") != "encoded_text" or not isinstance(tokens, list):
+            words = "a prompt is encoded text: no images, no audio"
+            raise SpecError(words, field=f"prompt.chunks.{place}", code="invalid_value")
+        rows += tokens
+    if not rows:
+        raise SpecError("the prompt has no tokens", field="prompt", code="invalid_value")
+    return rows
+
+
+def _generate(wish: bodies.SampleWish) -> dict[str, Any]:
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs"):
+        if getattr(wish, name):
+            raise SpecError(f"`{name}` is not computed here", field=name, code="invalid_value")
+    if wish.record_stability_info:
+        words = "`record_stability_info` is not kept here: the loss stable_reinforce is missing"
+        raise SpecError(words, field="record_stability_info", code="invalid_value")
+    params = wish.sampling_params
+    if params.max_tokens is None:
+        raise SpecError("give `max_tokens`", field="sampling_params.max_tokens", code="invalid_value")
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    texts = [one for one in stop or [] if isinstance(one, str)]
+    ends = None if stop is None or texts else [one for one in stop if isinstance(one, int)]
+    by_request = hashlib.sha256(f"{wish.sampling_session_id}/{wish.seq_id}".encode()).digest()
+    return {
+        "op": "generate",
+        "max_tokens": params.max_tokens,
+        "num_samples": wish.num_samples,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(params.top_k, 0),
+        "stop": texts,
+        "stop_token_ids": ends,
+        "seed": params.seed if params.seed is not None else int.from_bytes(by_request[:7], "big"),
+        "prompt_logprobs": bool(wish.prompt_logprobs),
+    }

@@ -1,0 +1,75 @@
+"""What an operation came to, as Tinker's SDK reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+
+from api.tinker import door, messages
+from api.tinker.door import ADAPTER, Door, SamplerId
+from core.db.tables import SessionOperation
+from core.jobs.base.states import FINAL, Status
+from core.jobs.lifecycle.sessions import log, records
+from core.jobs.lifecycle.sessions.records import FoundSession
+from core.spec.session import tensors
+
+PROTOBUF = "application/x-protobuf"
+
+
+def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes) -> Response:
+    """The answer to `retrieve_future`."""
+    if row.done_at is None:
+        if Status(found.job.status) in FINAL:
+            return failed(f"the session has ended ({found.status}: {found.job.reason})", "server")
+        state = "active" if found.status == "running" else "paused_capacity"
+        told = {"type": "try_again", "queue_state": state, "queue_state_reason": found.job.reason}
+        return JSONResponse(told | {"request_id": f"{row.session_id}.{row.position}"}, 408)
+    if row.error is not None:
+        return failed(str(row.error["message"]), "user")
+    asked, result = row.operation, row.result or {}
+    match asked["op"]:
+        case "forward" | "forward_backward":
+            sent = log.tensors_path(of.app.layout.session(row.session_id), row.position).read_bytes()
+            lengths = [int(one) for one in tensors.unpack(sent)["lengths"]]  # the result has none
+            logprobs = tensors.unpack(body)["logprobs"]
+            metrics = {"loss:sum": float(result["loss"])}
+            return Response(messages.pass_output(lengths, logprobs, metrics), media_type=PROTOBUF)
+        case "generate":
+            return Response(_sampled(result, tensors.unpack(body)), media_type=PROTOBUF)
+        case "step":
+            metrics = {name: float(value) for name, value in result.items() if isinstance(value, int | float)}
+            return JSONResponse({"metrics": metrics, "type": "optim_step"})
+        case "create":
+            return JSONResponse({"model_id": door.model_id(found), "type": "create_model"})
+        case "load":
+            folder = Path(asked["folder"])
+            with of.app.database.read() as session:
+                source = records.find(session, of.actor, folder.parents[2].name)
+            path = door.tinker_path(source, folder.name)
+            return JSONResponse({"path": path, "model_id": door.model_id(found), "type": "load_weights"})
+        case "save":
+            return JSONResponse(_saved(found, str(asked["name"])))
+    return failed(f"`{asked['op']}` of `{ADAPTER}` is no request of this protocol", "user")
+
+
+def failed(message: str, category: str) -> Response:
+    return JSONResponse({"error": message, "category": category})
+
+
+def _saved(found: FoundSession, name: str) -> dict[str, Any]:
+    if name.startswith("u-"):
+        sampler = SamplerId(found.row.id, found.row.id, name)
+        return {"sampling_session_id": str(sampler), "type": "save_weights_for_sampler"}
+    kind = "save_weights" if name.startswith("w-") else "save_weights_for_sampler"
+    return {"path": door.tinker_path(found, name), "type": kind}
+
+
+def _sampled(result: dict[str, Any], arrays: dict[str, list[float]]) -> bytes:
+    answers, at = [], 0
+    for finished, count in zip(result["finished"], arrays["lengths"], strict=True):
+        end = at + int(count)
+        answers.append((bool(finished), arrays["tokens"][at:end], arrays["logprobs"][at:end]))
+        at = end
+    return messages.sample_output(answers, arrays.get("prompt_logprobs"))

@@ -1,0 +1,164 @@
+"""`/api/v1`: Tinker's protocol, without sampling (docs/tinker.md). Its routes are that protocol's, not ours: they are
+not in the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+
+from api.auth.policy import Reading, Writing
+from api.deps import App
+from api.http.body import read_body
+from api.tinker import bodies, door, results
+from api.tinker.door import Door
+from api.tinker.messages import read_pass
+from core.errors import NotFound
+from core.jobs.base.states import FINAL, Status
+
+router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)
+
+HOLD_SECONDS = 25.0
+"""Time for which a request for a result is held before the client is to ask again."""
+FIRST_LOOK, LONGEST_LOOK = 0.004, 0.1
+CONFIG = {"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False}
+"""Chunks come in their order: operations are computed in the order in which they come."""
+
+
+@router.post("/client/config")
+async def client_config(principal: Reading) -> Response:
+    """How the SDK is to behave."""
+    return JSONResponse(CONFIG)
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(principal: Reading) -> Response:
+    """What of it may change while the SDK runs."""
+    return JSONResponse({})
+
+
+@router.get("/healthz")
+async def tinker_health(principal: Reading) -> Response:
+    """For clients that ask before they begin."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.post("/telemetry")
+async def telemetry(request: Request, principal: Reading, app: App) -> Response:
+    """Accepted and dropped: it has tracebacks of the caller's program."""
+    await read_body(request, app.settings.max_body_bytes)
+    return JSONResponse({"status": "accepted"})
+
+
+@router.post("/create_session")
+async def create_tinker_session(principal: Writing) -> Response:
+    """A name for the models that follow; nothing is queued before the first of them."""
+    return JSONResponse({"session_id": secrets.token_hex(16), "type": "create_session"})
+
+
+@router.post("/session_heartbeat")
+async def heartbeat(principal: Reading) -> Response:
+    """Sessions are parked by their own clock."""
+    return JSONResponse({"type": "session_heartbeat"})
+
+
+@router.post("/sessions/{session_id}/finish")
+def finish(session_id: str, principal: Writing, app: App) -> Response:
+    """Close the client's sessions. What they saved stays."""
+    Door(app, principal).finish(session_id)
+    return Response(status_code=204)
+
+
+@router.get("/get_server_capabilities")
+async def capabilities(principal: Reading) -> Response:
+    """Any model that a session takes may be named; none of them is listed."""
+    return JSONResponse({"supported_models": []})
+
+
+@router.post("/create_model")
+async def create_model(request: Request, principal: Writing, app: App) -> Response:
+    """Open a session with one adapter."""
+    wish = bodies.parsed(bodies.NewRun, await read_body(request, app.settings.max_body_bytes))
+    return _ticket(await run_in_threadpool(Door(app, principal).create, wish))
+
+
+@router.post("/get_info")
+async def get_info(request: Request, principal: Reading, app: App) -> Response:
+    """What a model is."""
+    wish = bodies.parsed(bodies.OfRun, await read_body(request, app.settings.max_body_bytes))
+    return JSONResponse(await run_in_threadpool(_info, Door(app, principal), wish.model_id))
+
+
+def _info(of: Door, model_id: str) -> dict[str, Any]:
+    found = of.run(model_id)
+    _, first, _ = of.sessions.look(of.actor, found.row.id, 1)
+    if first.operation["op"] == "load":
+        rank = int(json.loads((Path(first.operation["folder"]) / "adapter_config.json").read_bytes())["r"])
+    else:
+        rank = int(first.operation["method"]["r"])
+    name = door.base_model(found)
+    return {
+        "type": "get_info",
+        "model_id": model_id,
+        "model_data": {"model_name": name, "tokenizer_id": name},
+        "model_name": name,
+        "is_lora": True,
+        "lora_rank": rank,
+    }
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, principal: Writing, app: App) -> Response:
+    """A forward pass; its message says whether with gradients."""
+    asked = await run_in_threadpool(read_pass, await read_body(request, app.settings.max_operation_bytes))
+    return _ticket(await run_in_threadpool(Door(app, principal).passed, asked))
+
+
+@router.post("/optim_step")
+async def optim_step(request: Request, principal: Writing, app: App) -> Response:
+    """Update the weights."""
+    wish = bodies.parsed(bodies.StepWish, await read_body(request, app.settings.max_body_bytes))
+    return _ticket(await run_in_threadpool(Door(app, principal).step, wish))
+
+
+@router.post("/save_weights")
+async def save_weights(request: Request, principal: Writing, app: App) -> Response:
+    """Save adapter and optimizer."""
+    wish = bodies.parsed(bodies.SaveWish, await read_body(request, app.settings.max_body_bytes))
+    name = f"w-{wish.path}"
+    return _ticket(await run_in_threadpool(Door(app, principal).save, wish.model_id, wish.seq_id, name))
+
+
+@router.post("/load_weights")
+async def load_weights(request: Request, principal: Writing, app: App) -> Response:
+    """Load them into a new model, or into one that is there."""
+    wish = bodies.parsed(bodies.LoadWish, await read_body(request, app.settings.max_body_bytes))
+    return _ticket(await run_in_threadpool(Door(app, principal).load, wish))
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(request: Request, principal: Reading, app: App) -> Response:
+    """The result of a request, once it is there."""
+    ticket = bodies.parsed(bodies.Ticket, await read_body(request, app.settings.max_body_bytes))
+    host, _, position = ticket.request_id.partition(".")
+    if not position.isdecimal() or len(position) > 9:
+        raise NotFound("there is no such request", field="request_id")
+    of, deadline, pause = Door(app, principal), time.monotonic() + HOLD_SECONDS, FIRST_LOOK
+    while True:
+        found, row, body = await run_in_threadpool(of.sessions.look, principal, host, int(position))
+        over = row.done_at is not None or Status(found.job.status) in FINAL
+        if over or time.monotonic() >= deadline or await request.is_disconnected():
+            return await run_in_threadpool(results.reply, of, found, row, body)
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_LOOK)
+
+
+def _ticket(request_id: str) -> Response:
+    return JSONResponse({"request_id": request_id})
