@@ -70,8 +70,12 @@ def callers(here: World) -> dict[str, Caller]:
     return {caller.name: caller for caller in made}
 
 
+TINKER = "/api/v1/"
+"""Routes of another protocol, which are not in the document: `test_routes_of_tinker_ask_for_a_key_too`."""
+
+
 def routes(here: World) -> list[tuple[str, str]]:
-    return sorted(here.app.state.policies)
+    return sorted(route for route in here.app.state.policies if not route[1].startswith(TINKER))
 
 
 def guarded(here: World) -> list[tuple[str, str]]:
@@ -132,6 +136,7 @@ def test_every_route_states_a_policy_and_the_document_shows_it(here: World) -> N
             assert isinstance(one, APIRoute), one
             found |= {(method, one.path_format) for method in one.methods or ()}
     assert dashboard <= found
+    found -= {route for route in found if route[1].startswith(TINKER)}
     found -= dashboard  # its pages are held to their policies in test_dashboard.py
     assert found == set(routes(here))
     shown = {(method.upper(), path) for path, methods in here.app.openapi()["paths"].items() for method in methods}
@@ -427,3 +432,20 @@ def test_no_key_is_ever_written_down(here: World, callers: dict[str, Caller]) ->
     written = stream.getvalue() + audit + "".join(reply.text for reply in replies)
     for secret in here.secrets:
         assert secret not in written and secret.rpartition("_")[2] not in written
+
+
+def test_routes_of_tinker_ask_for_a_key_too(here: World, callers: dict[str, Caller]) -> None:
+    """Their errors have a `detail`, and the key may come with `tml-` before it, or alone."""
+    viewer = next(one for one in callers.values() if one.role is Role.VIEWER and not one.box_admin)
+    things = {"session_id": "0" * 32, "sampler_id": f"session-{'0' * 26}"}
+    policies = {route: policy for route, policy in here.app.state.policies.items() if route[1].startswith(TINKER)}
+    assert len(policies) >= 18
+    for (method, path), policy in policies.items():
+        url = path.format(**things)
+        assert policy.scope is not None, path
+        assert here.ask(method, url, None).status_code == 401, path
+        wrong = here.ask(method, url, None, headers={"x-api-key": "tml-eft_wrong"})
+        assert wrong.status_code == 401 and wrong.json()["detail"], path
+        if policy.scope is Scope.WRITE:
+            for key in (viewer.key, f"tml-{viewer.key}"):
+                assert here.ask(method, url, None, headers={"x-api-key": key}).status_code == 403, path
