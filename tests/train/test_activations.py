@@ -385,6 +385,8 @@ def test_jobs_hand_back_the_same_however_they_keep_activations(tiny_dir: Path, t
         {"kept": "selected", "where": "device"},
     ]
     told = [[event["code"] for event in notices(each)] for each in (plain, first, second)]
+    for codes in told:  # a CPU without bf16 computes in fp32, and says so
+        codes[:] = [code for code in codes if code != "precision_fallback"]
     assert told == [[], ["activation_offloading"], []]
 
 
