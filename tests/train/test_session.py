@@ -36,7 +36,8 @@ class InThread(SessionClient):
         super().__init__(ours)
         self.stop, self.code = Stop(), -1
         self._theirs = theirs
-        self._thread = threading.Thread(target=self._serve, args=(run_dir, theirs), daemon=True)  # a failed test ends too
+        # A daemon: pytest ends also where a failed test has not ended its child.
+        self._thread = threading.Thread(target=self._serve, args=(run_dir, theirs), daemon=True)
         self._thread.start()
         self.hello()
 
