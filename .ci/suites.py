@@ -44,9 +44,13 @@ LONGEST = (
 
 SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     # name: (minutes, folders and the files of them that go first, pytest options)
-    "service": (24, [*(f"{name}.py" for name in LONGEST), "e2e", "chaos", "service"], ["-n", "4", *LONGEST_FIRST]),
+    "service": (
+        29,
+        [*(f"{name}.py" for name in LONGEST), "contract", "e2e", "chaos", "service"],
+        ["-n", "4", *LONGEST_FIRST],
+    ),
     "train": (
-        14,
+        16,
         [
             *("resume", "train/test_streaming.py", "train/test_tokens.py", "train/test_hostile_models.py", "oracle"),
             *("train", "kernels", "render"),
@@ -59,7 +63,7 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
 }
 
 AGAIN = (
-    *("tests/service/", "tests/chaos/", "tests/e2e/"),
+    *("tests/service/", "tests/chaos/", "tests/contract/", "tests/e2e/"),
     *("tests/train/test_lifeline.py", "tests/train/test_ranks_launcher.py", "tests/train/test_train_cli.py"),
     *("tests/train/test_selftest.py", "tests/db/test_backup.py"),
 )

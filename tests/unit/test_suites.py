@@ -72,6 +72,13 @@ def test_only_a_test_that_has_run_and_passed_is_unsteady(suites: ModuleType) -> 
     assert not suites.is_steady_alone(test, suites.Outcome(5))
 
 
+def test_every_test_is_in_a_suite(suites: ModuleType) -> None:
+    """But those for machines with a GPU."""
+    run = {path for _, folders, _ in suites.SUITES.values() for path in suites.files(folders)}
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("**/test_*.py")}
+    assert {path for path in there - run if not path.startswith("tests/gpu/")} == set()
+
+
 def test_no_process_that_starts_services_has_torch(suites: ModuleType) -> None:
     """Each process of a suite reads all of its files: what a file imports on its first level costs all of them, and a
     process with torch starts its children slowly."""

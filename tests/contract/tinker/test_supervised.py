@@ -47,7 +47,7 @@ def test_a_supervised_loop_runs_to_its_end(service: Service, models: Path) -> No
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     told = json.loads(ran.stdout.splitlines()[-1])
