@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -14,7 +14,7 @@ from api import health
 from api.auth.audit_router import router as audit_router
 from api.auth.last_use import LastUse
 from api.auth.people_router import router as people_router
-from api.auth.policy import policy_of
+from api.auth.policy import Policy, policy_of
 from api.auth.router import router as access_router
 from api.checkpoints.router import router as checkpoints_router
 from api.deps import AppState, authorise, only_known_parameters, public
@@ -82,36 +82,57 @@ TAGS = [
 ]
 
 
+ROUTERS: tuple[APIRouter, ...] = (
+    jobs_router,
+    samples_router,
+    rollouts_router,
+    lineage_router,
+    checkpoints_router,
+    pipelines_router,
+    sweeps_router,
+    sessions_router,
+    tinker_router,
+    tinker_sampling_router,
+    serving_router,
+    models_router,
+    model_upload_router,
+    exports_router,
+    events_router,
+    files_router,
+    preview_router,
+    rewards_router,
+    nodes_router,
+    notices_router,
+    queue_router,
+    gpus_router,
+    access_router,
+    people_router,
+    export_router,
+    audit_router,
+    metrics_router,
+    mcp_router,
+    health.router,
+    reference.router,
+)
+"""In the order in which their routes are matched."""
+UNPROCESSABLE = {
+    "description": "Something in the request is wrong; the faults name it.",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},
+}
+
+Policies = dict[tuple[str, str], Policy]
+"""By method and path."""
+
+
 def create_app(settings: Settings) -> FastAPI:
     """The whole application over one database and one data root."""
-    layout = Layout(settings.root)
-    layout.create()
-    database = Database(settings.sqlalchemy_url)
-    store = open_store(settings)
-    uses = LastUse(database, idle_seconds=settings.session_idle_hours * 3600)
-    state = AppState(settings, database, layout, store, Hub(database), RequestLimits(settings), uses)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        remove_stale(layout)
-        state.hub.runs_on(asyncio.get_running_loop())
-        state.last_use.start()
-        sender = Sender(database, settings)
-        sender.start()
-        yield
-        state.hub.close()
-        sender.close()
-        state.last_use.close()
-        state.upload_threads.shutdown(wait=False, cancel_futures=True)
-        state.checkers.close()
-        database.dispose()
-
+    state = _state(settings)
     app = FastAPI(
         title="eft",
         version=__version__,
         description=DESCRIPTION,
         openapi_tags=TAGS,
-        lifespan=lifespan,
+        lifespan=_lifespan(state),
         openapi_url=None,  # it would be built for each request (api/docs/reference.py)
         docs_url=None,  # its page takes its scripts from elsewhere; a box may have no way there (api/docs/reference.py)
         redoc_url=None,
@@ -119,68 +140,73 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,  # the redirect would lead to whatever the Host header says
     )
     app.state.eft = state
-    app.state.changes = Changes(database)
+    app.state.changes = Changes(state.database)
     state.hub.closes_too(app.state.changes.close)
     app.add_middleware(RequestContext, latencies=state.latencies)
     errors.install(app, {"/v1": replies.render, "/api/v1": tinker_replies.render})
-    routers = (
-        jobs_router,
-        samples_router,
-        rollouts_router,
-        lineage_router,
-        checkpoints_router,
-        pipelines_router,
-        sweeps_router,
-        sessions_router,
-        tinker_router,
-        tinker_sampling_router,
-        serving_router,
-        models_router,
-        model_upload_router,
-        exports_router,
-        events_router,
-        files_router,
-        preview_router,
-        rewards_router,
-        nodes_router,
-        notices_router,
-        queue_router,
-        gpus_router,
-        access_router,
-        people_router,
-        export_router,
-        audit_router,
-        metrics_router,
-        mcp_router,
-        health.router,
-        reference.router,
-    )
-    app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
+    app.state.routes = [*app.routes, *(route for router in ROUTERS for route in router.routes)]
+    app.state.policies = _include_routers(app)
+    _describe(app, app.state.policies)
+    return app
+
+
+def _state(settings: Settings) -> AppState:
+    layout = Layout(settings.root)
+    layout.create()
+    database = Database(settings.sqlalchemy_url)
+    store = open_store(settings)
+    uses = LastUse(database, idle_seconds=settings.session_idle_hours * 3600)
+    return AppState(settings, database, layout, store, Hub(database), RequestLimits(settings), uses)
+
+
+def _lifespan(state: AppState) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """What runs beside the requests."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        remove_stale(state.layout)
+        state.hub.runs_on(asyncio.get_running_loop())
+        state.last_use.start()
+        sender = Sender(state.database, state.settings)
+        sender.start()
+        yield
+        state.hub.close()
+        sender.close()
+        state.last_use.close()
+        state.upload_threads.shutdown(wait=False, cancel_futures=True)
+        state.checkers.close()
+        state.database.dispose()
+
+    return lifespan
+
+
+def _include_routers(app: FastAPI) -> Policies:
+    """Add all routes, those of the dashboard first; the policies of the others."""
     policies = {
         (method, route.path_format): policy_of(route)  # raises for a route that states none
-        for router in routers
+        for router in ROUTERS
         for route in router.routes
         if isinstance(route, APIRoute)
         for method in route.methods or ()
     }
-    app.state.policies = policies
     for web_router in web.ROUTERS:  # its pages show what the routes below answer, and refuse what those refuse
         for route in web_router.routes:
             assert isinstance(route, APIRoute)
             policy_of(route)
         app.include_router(web_router)
-    for router in routers:
+    for router in ROUTERS:
         # Those that ask for no key answer while the database does not.
         guards = [Depends(authorise if _asks_for_keys(router) else public)]
         app.include_router(router, dependencies=[*guards, Depends(only_known_parameters)])
+    return policies
+
+
+def _describe(app: FastAPI, policies: Policies) -> None:
+    """Complete FastAPI's OpenAPI document: the job spec, whose route reads its body by hand, our shape of errors, and
+    the policy of each route."""
     plain_openapi = app.openapi
-    unprocessable = {
-        "description": "Something in the request is wrong; the faults name it.",
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},
-    }
 
     def openapi() -> dict[str, Any]:
-        """FastAPI's, with the job spec, whose route reads its body by hand, and with our shape of errors."""
         if app.openapi_schema is None:
             document = plain_openapi()
             schemas = document["components"]["schemas"]
@@ -191,12 +217,11 @@ def create_app(settings: Settings) -> FastAPI:
                 for method, operation in methods.items():
                     operation["x-eft-policy"] = policies[method.upper(), path].document()
                     if "422" in operation["responses"]:
-                        operation["responses"]["422"] = unprocessable
+                        operation["responses"]["422"] = UNPROCESSABLE
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-    return app
 
 
 def _asks_for_keys(router: APIRouter) -> bool:
