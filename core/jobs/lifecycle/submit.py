@@ -23,6 +23,8 @@ from core.spec.run.chain import ModelChain
 
 __all__ = ["Actor", "cancel", "find", "pause", "resume", "retry", "submit"]
 
+SubmittedKind = Literal["train", "preview", "export", "session", "serving", "trial"]
+
 BELOW_ALL = -101
 """Priority of a serving: that of no job is as low."""
 ASKED = {
@@ -41,7 +43,7 @@ def submit(
     actor: Actor,
     spec: JobSpec,
     *,
-    kind: Literal["train", "preview", "export", "session", "serving", "trial"] = "train",
+    kind: SubmittedKind = "train",
     retry_of: Job | None = None,
     chain: ModelChain | None = None,
     pipeline_id: str | None = None,
@@ -57,28 +59,9 @@ def submit(
     NotFound or SpecError where its model is a job that there is no going on from, and QueueFull or SpecsFull beyond
     `bounds`.
     """
-    priority = spec.priority if kind in ("train", "session", "trial") else BELOW_ALL if kind == "serving" else 0
-    if retry_of is None:
-        quotas.check_priority(session, actor.project_id, priority)
-    else:  # accepted once; the limit may have been lowered since
-        priority = min(retry_of.priority, quotas.max_priority(session, actor.project_id))
+    priority = _priority(session, actor, spec, kind, retry_of)
     after = dependencies.pin(session, actor.project_id, spec.after) if retry_of is None else []
-    made_of: dict[str, Any] | None
-    lineage: list[Any] | None
-    begins = branches.pin(session, actor.project_id, spec) if retry_of is None and kind == "train" else {}
-    if chain is not None:
-        made_of, lineage = chain.model_dump(mode="json"), None
-    elif begins:
-        made_of, lineage = begins["chain"], begins["lineage"]
-        if made_of is not None:
-            parents.require(session, actor.project_id, made_of)
-    elif retry_of is None:
-        pinned = parents.pin(session, actor.project_id, spec)
-        made_of, lineage = (None, None) if pinned is None else (pinned.chain, pinned.lineage)
-    else:
-        made_of, lineage = retry_of.chain, retry_of.lineage
-        if made_of is not None:
-            parents.require(session, actor.project_id, made_of)
+    origin = _origin(session, actor, spec, kind, retry_of, chain)
     document = spec.model_dump(mode="json")
     volume.add(session, actor.project_id, document, bounds)
     if kind == "preview":
@@ -101,24 +84,59 @@ def submit(
             bound_seconds=spec.resources.max_runtime_seconds,
             queue_key=str(Key(Needs.of(spec.resources), actor.project_id, actor.user_id, priority)),
             request_id=actor.request_id,
-            retry_of=None if retry_of is None else retry_of.id,
-            resume_from=begins.get("resume_from", [])
-            if retry_of is None
-            else [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}],
-            chain=made_of,
-            lineage=lineage,
             pipeline_id=pipeline_id,
             sweep_id=None if sweep is None else sweep[0],
             sweep_point=None if sweep is None else sweep[1],
-            adjusted=None if retry_of is None else retry_of.adjusted,
-            settled=begins.get("settled") if retry_of is None else retry_of.settled,
             status=Status.QUEUED.value,
             unmet=len(after),
             reason=disk_room.WAITS_FOR_MODEL,
             event_seq=1,
+            **origin,
         )
     )
     session.flush()
+    _first_event(session, actor, job_id, retry_of)
+    job = session.execute(select(Job).where(Job.id == job_id).execution_options(populate_existing=True)).scalar_one()
+    if after:
+        dependencies.write_down(session, job, after)
+        job.reason = dependencies.words(session, job_id)
+        session.flush()
+    told = {"name": spec.name} | ({} if retry_of is None else {"retry_of": retry_of.id})
+    audit.record(session, actor, ASKED[kind], job_id, told)
+    outbox.ring(session, job_id)
+    return job
+
+
+def _priority(session: Session, actor: Actor, spec: JobSpec, kind: SubmittedKind, retry_of: Job | None) -> int:
+    priority = spec.priority if kind in ("train", "session", "trial") else BELOW_ALL if kind == "serving" else 0
+    if retry_of is not None:  # accepted once; the limit may have been lowered since
+        return min(retry_of.priority, quotas.max_priority(session, actor.project_id))
+    quotas.check_priority(session, actor.project_id, priority)
+    return priority
+
+
+def _origin(
+    session: Session, actor: Actor, spec: JobSpec, kind: SubmittedKind, retry_of: Job | None, chain: ModelChain | None
+) -> dict[str, Any]:
+    """Columns that say what the job starts from: a job before it, its checkpoints, its weights."""
+    empty = dict.fromkeys(("retry_of", "chain", "lineage", "adjusted", "settled"))
+    columns: dict[str, Any] = {**empty, "resume_from": []}
+    if retry_of is not None:
+        columns = {name: getattr(retry_of, name) for name in columns} | {"retry_of": retry_of.id}
+        columns["resume_from"] = [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}]
+    begins = branches.pin(session, actor.project_id, spec) if retry_of is None and kind == "train" else {}
+    columns |= begins
+    if chain is not None:
+        return columns | {"chain": chain.model_dump(mode="json"), "lineage": None}
+    if retry_of is None and not begins:
+        pinned = parents.pin(session, actor.project_id, spec)
+        return columns if pinned is None else columns | {"chain": pinned.chain, "lineage": pinned.lineage}
+    if columns["chain"] is not None:
+        parents.require(session, actor.project_id, columns["chain"])
+    return columns
+
+
+def _first_event(session: Session, actor: Actor, job_id: str, retry_of: Job | None) -> None:
     session.execute(
         insert(Event).values(
             job_id=job_id,
@@ -136,15 +154,6 @@ def submit(
             },
         )
     )
-    job = session.execute(select(Job).where(Job.id == job_id).execution_options(populate_existing=True)).scalar_one()
-    if after:
-        dependencies.write_down(session, job, after)
-        job.reason = dependencies.words(session, job_id)
-        session.flush()
-    told = {"name": spec.name} | ({} if retry_of is None else {"retry_of": retry_of.id})
-    audit.record(session, actor, ASKED[kind], job_id, told)
-    outbox.ring(session, job_id)
-    return job
 
 
 def find(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:
