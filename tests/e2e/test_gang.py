@@ -65,7 +65,8 @@ def test_a_rank_is_killed_and_the_job_goes_on(service: Service, models: Path) ->
     ended = service.wait(job_id, "failed", "succeeded", timeout=400)
     assert ended["status"] == "succeeded", service.describe(job_id)
     assert not told_in(folder, "result") and not told_in(folder, "error"), "rank 0 only lost a peer"
-    assert [event["code"] for event in told_in(folder, "notice")] == ["rank_died"]
+    told = [event["code"] for event in told_in(folder, "notice")]
+    assert [code for code in told if code != "precision_fallback"] == ["rank_died"]  # of a CPU without bf16
     assert "rank 1 of 2 was ended by SIGKILL" in told_in(folder, "notice")[0]["message"]
     (failure,) = failures(service, job_id)
     assert (failure["class"], failure["code"]) == ("machine", "killed")
