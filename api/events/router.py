@@ -48,8 +48,9 @@ class EventView(BaseModel):
     seq: int
     """Counts from 1 without gaps; the id of a server-sent event."""
     type: str
-    """`status`, `phase`, `evaluation`, `checkpoint`, `resumed`, `notice`, `run_record`, `result`, `error`; `priority`
-    when somebody has changed it."""
+    """`status`, `phase`, `evaluation`, `samples`, `checkpoint`, `resumed`, `notice`, `run_record`, `result`, `error`;
+    `priority` when somebody has changed it, `after` when a job that it waits for has ended, `preempts` and `preempted`
+    when a job leaves its slot to another."""
     time: str
     """ISO 8601, UTC."""
     attempt: int

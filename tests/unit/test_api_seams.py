@@ -12,6 +12,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, Response
 
+from api.events.router import EventView
 from api.http import errors
 from api.notices.schemas import webhook_view
 from core import HOME
@@ -73,3 +74,12 @@ def test_a_time_of_a_row_becomes_text_whatever_its_field_is_called() -> None:
         view["created_at"] == "1970-01-01T00:00:00.000000Z" and view["failing_since"] == "1970-01-01T00:01:00.000000Z"
     )
     assert view["disabled_at"] is None
+
+
+def test_pages_hear_every_type_of_event() -> None:
+    """A browser drops events whose type has no listener: the page's list is that of the API's reference."""
+    told = EventView.model_json_schema()["properties"]["type"]["description"]
+    script = (HOME / "api" / "web" / "static" / "page.js").read_text()
+    heard = re.search(r"for \(const kind of \[(.*?)\]\)", script)
+    assert heard is not None
+    assert set(re.findall(r"`(\w+)`", told)) == set(re.findall(r'"(\w+)"', heard[1])) - {"change"}

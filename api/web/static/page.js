@@ -80,7 +80,7 @@ eft.follow = () => {
     }
     eft.soon();
   };
-  for (const kind of ["status", "phase", "evaluation", "samples", "checkpoint", "resumed", "notice", "run_record", "result", "error", "priority", "change"])
+  for (const kind of ["status", "phase", "evaluation", "samples", "checkpoint", "resumed", "notice", "run_record", "result", "error", "priority", "after", "preempted", "preempts", "change"])
     stream.addEventListener(kind, hear);
   stream.addEventListener("hello", (event) => { eft.after = event.lastEventId; });
   stream.addEventListener("end", () => { stream.close(); eft.ended = true; eft.soon(0); });
