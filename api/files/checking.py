@@ -42,7 +42,10 @@ class Checkers:
                 raise ServiceUnavailable(f"{MOST} files are being uploaded here at once; try again in a moment")
             self._count += 1
         try:
-            return RemoteCheck(self._fork(), self._left, declared, columns)
+            try:
+                return RemoteCheck(self._fork(), self._left, declared, columns)
+            except (OSError, apart.Ended):  # the one that forks was ended before it read what it was sent
+                return RemoteCheck(self._fork(), self._left, declared, columns)
         except BaseException as error:
             self._left()
             if isinstance(error, OSError | apart.Ended):
@@ -69,7 +72,7 @@ class Checkers:
         return ours
 
     def _started(self) -> socket.socket:
-        if self._control is not None and self._parent is not None and self._parent.poll() is None:
+        if self._control is not None and not _closed(self._control):
             return self._control
         self._end()
         ours, theirs = socket.socketpair()
@@ -96,6 +99,16 @@ class Checkers:
             self._parent.kill()
             self._parent.wait()
         self._control = self._parent = None
+
+
+def _closed(control: socket.socket) -> bool:
+    """Whether the other end is gone. That is so a moment before its process can be waited for."""
+    try:
+        return control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 class RemoteCheck:
