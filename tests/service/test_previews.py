@@ -234,6 +234,7 @@ def test_rollouts_are_served_by_step(api: Any) -> None:
 
 
 def test_rewards_are_tried_before_a_training(box: Any, tiny: Path, tmp_path: Path) -> None:
+    """As docs/rollouts.md says."""
     file_id = box.upload(jsonl([{"prompt": f"letter {n}?", "reference": "a"} for n in range(3)]))["id"]
     stage = {"type": "grpo", "num_generations": 2, "max_completion_length": 4, "reward": ["exact"]}
     training = {"per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
