@@ -44,7 +44,7 @@ class Checkers:
         try:
             try:
                 return RemoteCheck(self._fork(), self._left, declared, columns)
-            except (OSError, apart.Ended):  # the one that forks was ended before it read what it was sent
+            except (OSError, apart.Ended):  # somebody has ended the one that forks: another one is started
                 return RemoteCheck(self._fork(), self._left, declared, columns)
         except BaseException as error:
             self._left()
@@ -64,11 +64,7 @@ class Checkers:
         """The socket of a new process."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
-            try:
-                socket.send_fds(self._started(), [b"f"], [theirs.fileno()])
-            except OSError:  # somebody has ended it
-                self._end()
-                socket.send_fds(self._started(), [b"f"], [theirs.fileno()])
+            socket.send_fds(self._started(), [b"f"], [theirs.fileno()])
         return ours
 
     def _started(self) -> socket.socket:

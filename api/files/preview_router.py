@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
@@ -21,11 +19,11 @@ from api.handles import FileId
 from api.http.body import read_body
 from api.http.errors import responses
 from api.http.once import Asked, Once, answer, earlier
+from api.http.waiting import Wait, asked_for, has_ended, until
 from api.jobs.service import JSON_TYPES, Jobs, decode
 from api.view import iso
 from core.db.tables import Job
 from core.errors import Fault, NotFound, SpecError
-from core.jobs.base.states import FINAL, Status
 from core.jobs.lifecycle import previews
 from core.jobs.lifecycle.submit import Actor
 from core.jobs.policies.volume import VolumeLimits
@@ -33,7 +31,6 @@ from core.jobs.views import queries
 
 router = APIRouter(tags=["files"])
 
-LOOK_SECONDS = 0.25
 _PREVIEW_ID = re.compile(r"preview-[0-9a-z]{26}")
 _FILE, _ID = "file-01kar3v8x5m2h6n9qst4wyz0bc", "preview-01kar3v8x5m2h6n9qst4wyz0bd"
 _RESULT: dict[str, Any] = {
@@ -131,7 +128,6 @@ async def _preview_id(
 
 
 PreviewId = Annotated[str, Depends(_preview_id)]
-Wait = Annotated[float, Query(ge=0, le=60, description="Seconds to wait for its end before answering.")]
 
 
 @router.post(
@@ -159,10 +155,7 @@ async def preview_file(
     body = await read_body(request, app.settings.max_body_bytes)
     content_type = request.headers.get("content-type", "")
     asked = await run_in_threadpool(_ask, app, principal, once, file_id, body, content_type)
-    view = await _when_over(app, principal, file_id, json.loads(bytes(asked.body))["id"], wait)
-    replayed = {name: value for name, value in asked.headers.items() if name == "idempotency-replayed"}
-    headers = {"location": view["links"]["self"], **replayed}
-    return JSONResponse(view, 200 if view["status"] in FINAL else 202, headers=headers)
+    return asked_for(asked, await _when_over(app, principal, file_id, json.loads(bytes(asked.body))["id"], wait))
 
 
 @router.get(
@@ -228,19 +221,13 @@ def _with_file(document: Any, file_id: str) -> Any:
 
 async def _when_over(app: AppState, principal: Actor, file_id: str, preview_id: str, wait: float) -> dict[str, Any]:
     """The preview, once it is over or `wait` seconds are."""
-    deadline = time.monotonic() + wait
 
     def look() -> dict[str, Any]:
         with app.database.read() as session:
             queries.find_file(session, principal.project_id, file_id)
             return preview_view(previews.find(session, principal, file_id, preview_id), file_id)
 
-    while True:
-        view = await run_in_threadpool(look)
-        left = deadline - time.monotonic()
-        if Status(view["status"]) in FINAL or left <= 0:
-            return view
-        await asyncio.sleep(min(LOOK_SECONDS, left))
+    return await until(has_ended, look, wait)
 
 
 def preview_view(job: Job, file_id: str) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
@@ -19,17 +17,16 @@ from api.errors import printable
 from api.http.body import read_body
 from api.http.errors import responses
 from api.http.once import Asked, Once, answer, earlier
+from api.http.waiting import Wait, asked_for, has_ended, until
 from api.jobs.service import JSON_TYPES, Jobs, decode
 from api.rewards.schemas import EXAMPLE_ID, SPEC, TrialView, trial_view
 from core.errors import NotFound
 from core.jobs.admission import trials
-from core.jobs.base.states import FINAL, Status
 from core.jobs.lifecycle.submit import Actor, stop, submit
 from core.jobs.policies.volume import VolumeLimits
 
 router = APIRouter(tags=["jobs"])
 
-LOOK_SECONDS = 0.25
 _TRIAL_ID = re.compile(r"trial-[0-9a-z]{26}")
 _BODY = {
     "required": True,
@@ -49,7 +46,6 @@ async def _trial_id(
 
 
 TrialId = Annotated[str, Depends(_trial_id)]
-Wait = Annotated[float, Query(ge=0, le=60, description="Seconds to wait for its end before answering.")]
 
 
 @router.post(
@@ -71,10 +67,7 @@ async def try_rewards(request: Request, principal: Writing, app: App, once: Aske
     body = await read_body(request, app.settings.max_body_bytes)
     content_type = request.headers.get("content-type", "")
     asked = await run_in_threadpool(_ask, app, principal, once, body, content_type)
-    view = await _when_over(app, principal, json.loads(bytes(asked.body))["id"], wait)
-    replayed = {name: value for name, value in asked.headers.items() if name == "idempotency-replayed"}
-    headers = {"location": view["links"]["self"], **replayed}
-    return JSONResponse(view, 200 if view["status"] in FINAL else 202, headers=headers)
+    return asked_for(asked, await _when_over(app, principal, json.loads(bytes(asked.body))["id"], wait))
 
 
 @router.get(
@@ -122,15 +115,9 @@ def _ask(app: AppState, principal: Actor, once: Once, body: bytes, content_type:
 
 async def _when_over(app: AppState, principal: Actor, trial_id: str, wait: float) -> dict[str, Any]:
     """The trial, once it is over or `wait` seconds are."""
-    deadline = time.monotonic() + wait
 
     def look() -> dict[str, Any]:
         with app.database.read() as session:
             return trial_view(trials.find(session, principal, trial_id))
 
-    while True:
-        view = await run_in_threadpool(look)
-        left = deadline - time.monotonic()
-        if Status(view["status"]) in FINAL or left <= 0:
-            return view
-        await asyncio.sleep(min(LOOK_SECONDS, left))
+    return await until(has_ended, look, wait)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -20,9 +18,9 @@ from api.http.errors import responses
 from api.http.once import Asked, answer, earlier
 from api.jobs.service import decode
 from api.sessions import schemas
+from api.sessions.results import result
 from api.sessions.service import Sessions, read_operation, read_tensors
 from core.errors import NotFound
-from core.jobs.base.states import FINAL, Status
 from core.jobs.lifecycle.sessions import records
 from core.spec.load import load_json, storable
 from core.spec.session import tensors
@@ -30,8 +28,6 @@ from core.spec.session.job import SessionSpec
 
 router = APIRouter(tags=["sessions"])
 
-FIRST_LOOK, LONGEST_LOOK = 0.004, 0.1
-"""Seconds between two looks for a result."""
 _ID = re.compile(r"session-[0-9a-z]{26}")
 _EXAMPLE_ID = "session-01kar3v8x5m2h6n9qst4wyz0bc"
 _OPERATION = {
@@ -190,14 +186,7 @@ async def _answer(
     *,
     waiting: int = 200,
 ) -> Response:
-    sessions, deadline, pause = _sessions(app), time.monotonic() + wait, FIRST_LOOK
-    while True:
-        found, row, body = await run_in_threadpool(sessions.look, principal, session_id, position)
-        over = row.done_at is not None or Status(found.job.status) in FINAL
-        if over or time.monotonic() >= deadline or await request.is_disconnected():
-            break
-        await asyncio.sleep(pause)
-        pause = min(pause * 1.5, LONGEST_LOOK)
+    found, row, body = await result(_sessions(app), request, principal, session_id, position, wait)
     view: dict[str, Any] = schemas.operation_view(found, row)
     status = waiting if view["status"] == "waiting" else 200
     if tensors.MEDIA_TYPE in request.headers.get("accept", ""):

@@ -10,6 +10,8 @@ from core.errors import SpecError
 from core.spec.load import load_json, storable
 
 Number = Annotated[int, Field(ge=0, lt=2**31)]
+SAVED_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,90}"
+SavedName = Annotated[str, Field(pattern=f"^{SAVED_NAME}$")]
 
 
 class Lenient(BaseModel):
@@ -53,11 +55,11 @@ class StepWish(OfRun):
 
 
 class SaveWish(OfRun):
-    path: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,90}$")]
+    path: SavedName
 
 
 class SamplerSave(OfRun):
-    path: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,90}$")] | None = None
+    path: SavedName | None = None
     sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
 

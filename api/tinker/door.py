@@ -27,7 +27,7 @@ IDLE_SECONDS = 15.0
 KINDS = {"weights": "w", "sampler_weights": "s"}
 """Kinds of saved weights by the beginning of their names; `u`: without a name of the caller's."""
 _RUN = re.compile(r"([0-9a-f]{32}):train:([0-9]{1,10})")
-_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,90})")
+_PATH = re.compile(rf"tinker://([^/]+)/(weights|sampler_weights)/({bodies.SAVED_NAME})")
 _SESSION = re.compile(r"[0-9a-f]{32}")
 _CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 _OPTIONS: dict[str, dict[str, str]] = {

@@ -3,10 +3,8 @@ not in the OpenAPI document."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,16 @@ from fastapi.responses import JSONResponse, Response
 from api.auth.policy import Reading, Writing
 from api.deps import App
 from api.http.body import read_body
+from api.sessions.results import result
 from api.tinker import bodies, door, results
 from api.tinker.door import Door
 from api.tinker.messages import read_pass
 from core.errors import NotFound
-from core.jobs.base.states import FINAL, Status
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)
 
 HOLD_SECONDS = 25.0
 """Time for which a request for a result is held before the client is to ask again."""
-FIRST_LOOK, LONGEST_LOOK = 0.004, 0.1
 CONFIG = {"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False}
 """Chunks come in their order: operations are computed in the order in which they come."""
 
@@ -150,14 +147,9 @@ async def retrieve_future(request: Request, principal: Reading, app: App) -> Res
     host, _, position = ticket.request_id.partition(".")
     if not position.isdecimal() or len(position) > 9:
         raise NotFound("there is no such request", field="request_id")
-    of, deadline, pause = Door(app, principal), time.monotonic() + HOLD_SECONDS, FIRST_LOOK
-    while True:
-        found, row, body = await run_in_threadpool(of.sessions.look, principal, host, int(position))
-        over = row.done_at is not None or Status(found.job.status) in FINAL
-        if over or time.monotonic() >= deadline or await request.is_disconnected():
-            return await run_in_threadpool(results.reply, of, found, row, body)
-        await asyncio.sleep(pause)
-        pause = min(pause * 1.5, LONGEST_LOOK)
+    of = Door(app, principal)
+    seen = await result(of.sessions, request, principal, host, int(position), HOLD_SECONDS)
+    return await run_in_threadpool(results.reply, of, *seen)
 
 
 def _ticket(request_id: str) -> Response:

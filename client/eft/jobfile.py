@@ -159,6 +159,11 @@ class StandIns:
         file_id = self._ids.setdefault(sha256, f"{UNSENT}{len(self._ids):04d}")
         return File(file_id, path.name, path.stat().st_size, sha256, None, read_as.get("format"), "", raw={})
 
+    def tell(self, note: Callable[[str], None]) -> None:
+        """Name the files that a dry run has not seen."""
+        for path in self.missing:
+            note(f"{path} would be uploaded; its rows are not checked here: eft data check {path}")
+
 
 def checked_first(
     client: Client, job: dict[str, Any], folder: Path, given: dict[str, Path], upload: Uploader

@@ -15,6 +15,10 @@ SAMPLED_LOGIT_BYTES = 40
 """Bytes that choosing a token takes for each logit: float32 logits, log-probabilities and what is left of them, and
 running sums of float64."""
 
+MOST_ALIKE = 0.9
+"""Share of groups whose answers all have the same reward above which they teach next to nothing: a trial's job is
+refused, and a training says so."""
+
 # --- the loss --------------------------------------------------------------------------------------------
 
 CHUNK_BYTES: dict[Kind, int] = {"cpu": 24 * MIB, "gpu": 256 * MIB}

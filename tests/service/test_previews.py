@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eft.terminal import trial
 from sqlalchemy import select
 
 from core.db.tables import Attempt, Job
 from core.jobs.lifecycle.finish import Succeeded
+from core.plan.constants import MOST_ALIKE
 from core.settings import Settings
 from tests.support import selftest
 from tests.support.client import EFT, eft, environment
@@ -235,6 +237,7 @@ def test_rollouts_are_served_by_step(api: Any) -> None:
 
 def test_rewards_are_tried_before_a_training(box: Any, tiny: Path, tmp_path: Path) -> None:
     """As docs/rollouts.md says."""
+    assert trial.ALIKE == MOST_ALIKE, "the client, which imports nothing of core, has the same bound"
     file_id = box.upload(jsonl([{"prompt": f"letter {n}?", "reference": "a"} for n in range(3)]))["id"]
     stage = {"type": "grpo", "num_generations": 2, "max_completion_length": 4, "reward": ["exact"]}
     training = {"per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}

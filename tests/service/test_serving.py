@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.service import Service, wait_for
+from tests.support.service import Service, running, wait_for
 from tests.support.world import Caller, World
 
 IDLE = 10
@@ -25,17 +25,8 @@ ASKED = [{"role": "user", "content": "turn on the light"}]
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("serving")
     environment = {"EFT_MODEL_ROOTS": str(models), "EFT_SERVING_IDLE_SECONDS": str(IDLE)}
-    made = Service(folder, environment)
-    try:
-        yield made.start()
-    finally:
-        made.stop()
-        left = made.processes()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"left running: {left}"
+    yield from running(tmp_path_factory.mktemp("serving"), environment, settle=0)
 
 
 def spec(service: Service, models: Path, name: str, **more: Any) -> dict[str, Any]:

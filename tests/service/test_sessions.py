@@ -16,7 +16,7 @@ from eft.sync.client import Client
 from eft.sync.sessions import TrainingSession
 
 from core.spec.session import tensors
-from tests.support.service import Service, wait_for
+from tests.support.service import Service, running, wait_for
 from tests.support.world import Caller, World
 
 ROWS = [[5, 6, 7, 8, 9, 10], [40, 41, 42], list(range(60, 80))]
@@ -25,16 +25,8 @@ METHOD = {"type": "lora", "r": 4, "lora_alpha": 8.0, "lora_dropout": 0.1}
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("sessions")
-    made = Service(folder, {"EFT_MODEL_ROOTS": str(models), "EFT_RETRY_BACKOFF_SECONDS": "0.05"})
-    try:
-        yield made.start()
-    finally:
-        made.stop()
-        left = made.processes()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"left running: {left}"
+    environment = {"EFT_MODEL_ROOTS": str(models), "EFT_RETRY_BACKOFF_SECONDS": "0.05"}
+    yield from running(tmp_path_factory.mktemp("sessions"), environment, settle=0)
 
 
 def turn(session: TrainingSession, model: str, number: int) -> np.ndarray[Any, Any]:

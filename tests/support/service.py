@@ -185,14 +185,14 @@ def wait_for(
         time.sleep(every or min(0.2, max(0.05, waited / 20)))
 
 
-def running(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Service]:
-    """For a fixture: a service that is up, and of which nothing is left afterwards."""
+def running(folder: Path, environment: Mapping[str, str] | None = None, settle: float = 15.0) -> Iterator[Service]:
+    """For a fixture: a service that is up, and of which nothing is left `settle` seconds after its stop."""
     service = Service(folder, environment)
     try:
         yield service.start()
     finally:
         service.stop()
-        deadline = time.monotonic() + 15  # for what has been killed a moment ago
+        deadline = time.monotonic() + settle  # for what has been killed a moment ago
         while (left := service.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         for pid in left:

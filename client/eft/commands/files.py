@@ -12,6 +12,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from eft.commands.data import SetOption
+from eft.commands.waiting import no_result
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import apply_settings, read_job
 from eft.manual.source import manual
@@ -121,10 +122,7 @@ def preview(
         elif found["result"] is not None:
             print_preview(found["result"], output.data)
         else:
-            failure = found["failure"] or {"code": found["status"], "message": found["reason"]}
-            refused = UsageFault(failure["message"], field=failure.get("field"))
-            refused.code = failure["code"]
-            raise refused
+            raise no_result(found)
         if found["status"] != "succeeded" or not found["result"]["ok"]:
             raise typer.Exit(ExitCode.USAGE)
 

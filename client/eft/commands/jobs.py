@@ -139,8 +139,7 @@ def submit(
         if dry_run:
             stand_ins = StandIns(client)
             answer = client.plan(upload_data(job_spec, folder, given, stand_ins))
-            for path in stand_ins.missing:
-                output.note(f"{path} would be uploaded; its rows are not checked here: eft data check {path}")
+            stand_ins.tell(output.note)
             if (planned := answer.get("plan")) is not None and not planned["fits"]:
                 output.note(f"fits nowhere: {planned['reason']}")
             tell_notices(output, answer)

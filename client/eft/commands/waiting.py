@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -107,6 +107,14 @@ def end(client: Client, output: Output, job: Job, asked: Sequence[Condition] = (
     if job.exit_code == ExitCode.OK and any(failed for _, _, failed in verdicts):
         raise typer.Exit(ExitCode.CONDITION)
     raise typer.Exit(job.exit_code)
+
+
+def no_result(task: dict[str, Any]) -> UsageFault:
+    """Why a task that has ended, a preview or a trial of rewards, has no result."""
+    failure = task["failure"] or {"code": task["status"], "message": task["reason"]}
+    fault = UsageFault(failure["message"], field=failure.get("field"))
+    fault.code = failure["code"]
+    return fault
 
 
 def tell(output: Output, job: Job) -> None:

@@ -12,13 +12,12 @@ from core.db.tables import TRIALS, Job
 from core.errors import Fault, NotFound
 from core.jobs.base.states import Status
 from core.jobs.base.transitions import Actor
+from core.plan.constants import MOST_ALIKE
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.job import JobSpec
 
 NEWEST = 50
 """Trials of a project that are looked through."""
-ALIKE = 0.9
-"""Share of groups whose answers all have the same reward above which a training is refused."""
 
 
 def find(session: Session, actor: Actor, trial_id: str, *, lock: bool = False) -> Job:
@@ -42,7 +41,7 @@ def refusal(session: Session, project_id: str, spec: JobSpec) -> Fault | None:
     for trial_id, tried, result in session.execute(query.order_by(Job.id.desc()).limit(NEWEST)):
         if result is None or _answered_by(tried) != wanted:
             continue
-        if result["share_alike"] <= ALIKE:
+        if result["share_alike"] <= MOST_ALIKE:
             return None
         return Fault(
             "rewards_do_not_teach",

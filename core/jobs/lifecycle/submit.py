@@ -63,11 +63,7 @@ def submit(
     after = dependencies.pin(session, actor.project_id, spec.after) if retry_of is None else []
     origin = _origin(session, actor, spec, kind, retry_of, chain)
     document = spec.model_dump(mode="json")
-    volume.add(session, actor.project_id, document, bounds)
-    if kind == "preview":
-        volume.require_preview(session, actor.project_id, actor.user_id, bounds)
-    else:
-        volume.require_room(session, actor.project_id, bounds, kind)
+    _require_volume(session, actor, document, kind, bounds)
     job_id = new_id("job" if kind == "train" else kind)
     session.add(
         Job(
@@ -113,6 +109,16 @@ def _priority(session: Session, actor: Actor, spec: JobSpec, kind: SubmittedKind
         return min(retry_of.priority, quotas.max_priority(session, actor.project_id))
     quotas.check_priority(session, actor.project_id, priority)
     return priority
+
+
+def _require_volume(
+    session: Session, actor: Actor, document: dict[str, Any], kind: SubmittedKind, bounds: VolumeLimits
+) -> None:
+    volume.add(session, actor.project_id, document, bounds)
+    if kind == "preview":
+        volume.require_preview(session, actor.project_id, actor.user_id, bounds)
+    else:
+        volume.require_room(session, actor.project_id, bounds, kind)
 
 
 def _origin(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from core.base.files import sync
+from core.plan.constants import MOST_ALIKE
 from core.spec.axes.rollout.stages import GRPO, RLOO, LearnsFromAnswers
 from core.spec.run.folder import ROLLOUTS, rollout_file
 from core.train.batch import Batch
@@ -35,8 +36,6 @@ from core.train.rollout.rewards import Columns
 from core.train.run import Run
 from core.train.stages.rollout.sampled import FIGURE
 
-ALIKE = 0.9
-"""Share of groups whose rewards do not differ above which a rollout teaches next to nothing, and the job says so."""
 CUT_OFF = 0.5
 """Share of answers without an end of their own above which the job says so."""
 
@@ -226,7 +225,7 @@ class RolloutLoader:
     def _tell(self, rollout: Rollout) -> None:
         """Say what keeps a rollout from teaching, once an attempt."""
         alike = 1 - len(rollout.varied()) / len(rollout.answers)
-        if alike > ALIKE and self.answerer.untold("rewards_alike"):
+        if alike > MOST_ALIKE and self.answerer.untold("rewards_alike"):
             least, most = min(rollout.total), max(rollout.total)
             self.run.notice(
                 "rewards_alike",

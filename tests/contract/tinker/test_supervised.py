@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.support import tinker_sdk
-from tests.support.service import Service
+from tests.support.service import Service, running
 
 LOOP = Path(__file__).with_name("supervised.py")
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("tinker")
-    made = Service(folder, {"EFT_MODEL_ROOTS": str(models), "EFT_RETRY_BACKOFF_SECONDS": "0.05"})
-    try:
-        yield made.start()
-    finally:
-        made.stop()
-        left = made.processes()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"left running: {left}"
+    environment = {"EFT_MODEL_ROOTS": str(models), "EFT_RETRY_BACKOFF_SECONDS": "0.05"}
+    yield from running(tmp_path_factory.mktemp("tinker"), environment, settle=0)
 
 
 def test_a_supervised_loop_runs_to_its_end(service: Service, models: Path) -> None:

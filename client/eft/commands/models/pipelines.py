@@ -10,7 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from eft.commands.waiting import ENDS, PatienceOption, going_on
+from eft.commands.models.several import print_head, print_id, print_status, show_end
+from eft.commands.waiting import ENDS, PatienceOption
 from eft.errors import UsageFault
 from eft.jobfile import StandIns, Uploader, upload_data
 from eft.manual.source import manual
@@ -43,13 +44,12 @@ def submit_pipeline(
     stand_ins = StandIns(client)
     resolved = client.pipelines.resolve(_with_data(document, folder, stand_ins))
     if dry_run:
-        for path in stand_ins.missing:
-            output.note(f"{path} would be uploaded; its rows are not checked here: eft data check {path}")
+        stand_ins.tell(output.note)
         output.json(resolved) if output.as_json else output.data.print_json(data=resolved["steps"])
         return
     made = client.pipelines.submit(_with_data(document, folder, upload), idempotency_key=key or uuid.uuid4().hex)
     if not wait:
-        output.json(made.raw) if output.as_json else output.text(f"{made.id}\n")
+        print_id(output, made)
         return
     output.note(f"pipeline {made.id}")
     _follow(client, output, made.id, patience)
@@ -70,19 +70,14 @@ def _with_data(document: dict[str, Any], folder: Path, upload: Uploader) -> dict
 
 
 def _follow(client: Client, output: Output, pipeline_id: str, patience: float) -> None:
-    with going_on(output, None):
-        found = client.pipelines.wait(pipeline_id, patience=patience)
-    _show(output, found)
-    raise typer.Exit(found.exit_code)
+    show_end(output, lambda: client.pipelines.wait(pipeline_id, patience=patience), _show)
 
 
 def _show(output: Output, found: Pipeline) -> None:
     if output.as_json:
         output.json(found.raw)
         return
-    named = f" ({escape(found.name)})" if found.name else ""
-    words = f": {escape(found.reason)}" if found.reason else ""
-    output.data.print(f"{found.id}{named} {status_markup(found.status)}{words}", soft_wrap=True)
+    print_head(output, found)
     table = Table(box=None, pad_edge=False)
     for column in ("STEP", "STATUS", "JOB", "GATES"):
         table.add_column(column, no_wrap=column != "GATES")
@@ -150,8 +145,7 @@ def wait_for_pipeline(
 def cancel_pipeline(pipeline: PipelineArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Cancel a pipeline: the job under way is cancelled, and no further one is submitted."""
     with session(as_json, url) as (client, output):
-        found = client.pipelines.cancel(pipeline)
-        output.json(found.raw) if as_json else output.text(f"{found.id} {found.status}\n")
+        print_status(output, client.pipelines.cancel(pipeline))
 
 
 @app.command("retry")

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from eft.errors import ExitCode, UsageFault
+from eft.commands.waiting import no_result
+from eft.errors import ExitCode
 from eft.jobfile import apply_settings, checked_first, read_job, uploader
 from eft.manual.source import manual
 from eft.session import JsonOption, UrlOption, session
@@ -61,10 +62,7 @@ def try_rewards(
         elif found["result"] is not None:
             print_trial(found["result"], output.data)
         else:
-            failure = found["failure"] or {"code": found["status"], "message": found["reason"]}
-            refused = UsageFault(failure["message"], field=failure.get("field"))
-            refused.code = failure["code"]
-            raise refused
+            raise no_result(found)
         if found["result"] is None:
             raise typer.Exit(ExitCode.FAILED)
         if found["result"]["share_alike"] > ALIKE:

@@ -10,7 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from eft.commands.waiting import PatienceOption, going_on
+from eft.commands.models.several import print_head, print_id, print_status, show_end
+from eft.commands.waiting import PatienceOption
 from eft.jobfile import StandIns, Uploader, upload_data
 from eft.manual.source import manual
 from eft.session import HANDLE, JsonOption, UrlOption, session
@@ -43,8 +44,7 @@ def submit_sweep(
     stand_ins = StandIns(client)
     found = client.sweeps.resolve(upload_data(document, folder, given, stand_ins))
     if dry_run:
-        for path in stand_ins.missing:
-            output.note(f"{path} would be uploaded; its rows are not checked here: eft data check {path}")
+        stand_ins.tell(output.note)
         if output.as_json:
             output.json(found)
             return
@@ -54,17 +54,14 @@ def submit_sweep(
     document = upload_data(document, folder, given, upload)
     made = client.sweeps.submit(document, idempotency_key=key or uuid.uuid4().hex)
     if not wait:
-        output.json(made.raw) if output.as_json else output.text(f"{made.id}\n")
+        print_id(output, made)
         return
     output.note(f"sweep {made.id}, {len(made.runs)} runs")
     _follow(client, output, made.id, patience)
 
 
 def _follow(client: Client, output: Output, sweep_id: str, patience: float) -> None:
-    with going_on(output, None):
-        found = client.sweeps.wait(sweep_id, patience=patience)
-    _show(output, found)
-    raise typer.Exit(found.exit_code)
+    show_end(output, lambda: client.sweeps.wait(sweep_id, patience=patience), _show)
 
 
 def _show(output: Output, found: Sweep) -> None:
@@ -72,9 +69,7 @@ def _show(output: Output, found: Sweep) -> None:
     if output.as_json:
         output.json(found.raw)
         return
-    named = f" ({escape(found.name)})" if found.name else ""
-    words = f": {escape(found.reason)}" if found.reason else ""
-    output.data.print(f"{found.id}{named} {status_markup(found.status)}{words}", soft_wrap=True)
+    print_head(output, found)
     spec = found.raw["sweep"]
     fields = list(spec["fields"])
     table = Table(box=None, pad_edge=False)
@@ -134,8 +129,7 @@ def wait_sweep(
 def cancel_sweep(sweep: SweepArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Cancel all runs of a sweep that have not ended."""
     with session(as_json, url) as (client, output):
-        found = client.sweeps.cancel(sweep)
-        output.json(found.raw) if as_json else output.text(f"{found.id} {found.status}\n")
+        print_status(output, client.sweeps.cancel(sweep))
 
 
 @app.command("delete")

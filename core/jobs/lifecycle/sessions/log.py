@@ -69,15 +69,7 @@ def accept(
     operation under a known number and for a session that has ended, QueueFull for too many that wait."""
     found = find(session, actor, session_id, lock=True)
     model = lane or operation.get("model") or ""
-    known = session.execute(
-        select(SessionOperation).where(
-            SessionOperation.session_id == session_id, SessionOperation.model == model, SessionOperation.seq == seq
-        )
-    ).scalar_one_or_none()
-    if known is not None:
-        if known.sha256 != sha256:
-            words = f"operation {seq} of model `{model}` was another one: a number stands for one operation for ever"
-            raise Conflict(words, field="seq", code="session_seq_reused")
+    if (known := _accepted(session, session_id, model, seq, sha256)) is not None:
         return known
     if Status(found.job.status) in FINAL:
         words = f"the session has ended ({found.status}: {found.job.reason}); make a new one"
@@ -114,6 +106,19 @@ def accept(
     session.flush()
     bring_back(session, found, actor)
     return row
+
+
+def _accepted(session: Session, session_id: str, model: str, seq: int, sha256: str) -> SessionOperation | None:
+    """The operation that has this number already. Raises Conflict where it is another one."""
+    known = session.execute(
+        select(SessionOperation).where(
+            SessionOperation.session_id == session_id, SessionOperation.model == model, SessionOperation.seq == seq
+        )
+    ).scalar_one_or_none()
+    if known is not None and known.sha256 != sha256:
+        words = f"operation {seq} of model `{model}` was another one: a number stands for one operation for ever"
+        raise Conflict(words, field="seq", code="session_seq_reused")
+    return known
 
 
 def bring_back(session: Session, found: FoundSession, actor: Actor) -> None:
