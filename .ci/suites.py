@@ -1,7 +1,8 @@
 """Run the test suites one after another and hold each to its row of minutes.
 
-`python .ci/suites.py [SUITE …]` runs them; with CI=true a suite that outgrows its row fails the run, elsewhere
-(a slower machine) it is only told. A suite is a set of folders under tests/; its row is its budget on 2 cores. Each
+`python .ci/suites.py [SUITE …]` runs them; with CI=true a suite that outgrows its row fails the run, elsewhere it is
+only told. A suite is a set of folders under tests/; its row is its budget on 2 cores of a machine that imports a
+trainer in IMPORT_SECONDS. The run begins by measuring what this machine takes, and a slower one has longer rows. Each
 suite ends with a list of its slowest files and tests.
 
 A failed test of whole services, or of processes that are stopped and killed (AGAIN), is run once more, alone. Such a
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -61,6 +63,11 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     # Its plugin starts pytest again over torch's CUDA build. Tests of a group share what is computed on the CPU.
     "rehearsal": (4, ["rehearsal"], ["-p", "tests.rehearsal.environment", "-n", "2", "--dist", "loadgroup"]),
 }
+
+IMPORT_SECONDS = 5.0
+"""CPU seconds that a trainer's imports take on the machine whose minutes the rows are, with both cores at it. They are
+most of what the suites do."""
+IMPORTS = "from core.train import __main__ as trainer\nwith trainer.importing():\n    import core.train.recipe, peft"
 
 AGAIN = (
     *("tests/service/", "tests/chaos/", "tests/contract/", "tests/e2e/"),
@@ -181,6 +188,19 @@ def ticks() -> tuple[int, int]:
     return sum(fields) - fields[3] - fields[4], sum(fields)
 
 
+def slowness() -> float:
+    """How many times IMPORT_SECONDS this machine takes; 1 for a faster one, whose rows stay."""
+    for _ in range(2):  # the first time it reads and compiles what it imports
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        both = [subprocess.Popen([sys.executable, "-c", IMPORTS], cwd=ROOT, env=ENVIRONMENT) for _ in range(2)]
+        if any(process.wait() != 0 for process in both):
+            sys.exit("a trainer's modules cannot be imported")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / len(both)
+    print(f"imports of a trainer: {seconds:.1f} s of CPU, {IMPORT_SECONDS} where the rows were measured", flush=True)
+    return max(1.0, seconds / IMPORT_SECONDS)
+
+
 def main() -> int:
     chosen = sys.argv[1:] or list(SUITES)
     unknown = sorted(set(chosen) - set(SUITES))
@@ -193,9 +213,11 @@ def main() -> int:
     if strays:
         sys.exit(f"in no suite, so never run: {strays}")
 
+    factor = slowness()
     rows, failed, unsteady = [], False, list[Unsteady]()
     for name in chosen:
         minutes, names, options = SUITES[name]
+        minutes *= factor
         present = files(names)
         if not present:
             continue

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from core import HOME, error_codes
+from core.base.attribute_docs import attribute_docs
 from core.docs import hardware as hardware_docs
 from core.docs import install
 from core.docs import plans as plan_docs
@@ -148,9 +149,10 @@ def settings_page() -> str:
         "| variable | type | default | |",
         "|---|---|---|---|",
     ]
+    docs = attribute_docs(Settings)
     for name, field in Settings.model_fields.items():
         default = "" if field.default in (PydanticUndefined, None, "", ()) else f"`{_shown(field.default)}`"
-        description = _flat(field.description or "")
+        description = _flat(docs.get(name, ""))
         lines.append(f"| `EFT_{name.upper()}` | {_type_name(field.annotation)} | {default} | {description} |")
     return "\n".join(lines) + "\n"
 

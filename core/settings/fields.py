@@ -31,7 +31,6 @@ class SettingFields(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="EFT_",
-        use_attribute_docstrings=True,
         extra="ignore",
         frozen=True,
         hide_input_in_errors=True,

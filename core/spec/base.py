@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
+from core.base.attribute_docs import AttributeDocsModel
 
-class SpecModel(BaseModel):
+
+class SpecModel(AttributeDocsModel):
     """Unknown fields are errors, numbers are finite (and no strings or booleans), values never change.
 
     Attribute docstrings become the field descriptions of OpenAPI and of docs/spec.md.
@@ -21,7 +23,6 @@ class SpecModel(BaseModel):
         strict=True,
         frozen=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         validate_default=True,
     )
 
