@@ -189,7 +189,9 @@ class Run:
         for _ in range(CALM_TRIES):
             missing = [number for number in range(len(people.specs)) if number not in found]
             for number, job in zip(missing, self._run_in_calm(people, missing), strict=True):
-                events = people.get(f"/jobs/{job['id']}/events", params={"limit": 1000}).json()["data"]
+                events = people.get(f"/jobs/{job['id']}/events", params={"format": "json", "limit": 1000}).json()[
+                    "data"
+                ]
                 lost = [event["data"] for event in events if event["data"].get("lost")]
                 assert job["attempt"] == 2 + len(lost), f"disturbed: {events}"  # one to prepare, one to train
                 if lost:
