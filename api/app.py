@@ -52,6 +52,7 @@ from api.sessions.router import router as sessions_router
 from api.sweeps.router import router as sweeps_router
 from api.tinker import replies as tinker_replies
 from api.tinker.router import router as tinker_router
+from api.tinker.runs_router import router as tinker_runs_router
 from api.tinker.sampling_router import router as tinker_sampling_router
 from api.web import router as web
 from api.web.changes import Changes
@@ -92,6 +93,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     sweeps_router,
     sessions_router,
     tinker_router,
+    tinker_runs_router,
     tinker_sampling_router,
     serving_router,
     models_router,

@@ -107,6 +107,10 @@ class SampleWish(Lenient):
     record_stability_info: bool = False
 
 
+class SavedPath(Lenient):
+    tinker_path: str
+
+
 class Ticket(Lenient):
     request_id: str
 

@@ -12,7 +12,7 @@ from typing import Any
 from api.deps import AppState
 from api.http.once import Once, answer
 from api.sessions.service import Sent, Sessions, checked_operation
-from api.tinker import bodies
+from api.tinker import bodies, plain
 from api.tinker.messages import PassRequest
 from core.errors import NotFound, SpecError
 from core.jobs.base.states import FINAL, Status
@@ -270,14 +270,8 @@ def _arrays(asked: PassRequest) -> dict[str, list[float]]:
     return arrays
 
 
-def _prompt(wish: bodies.SampleWish) -> list[float]:
-    rows: list[float] = []
-    for place, chunk in enumerate(wish.prompt.chunks):
-        tokens = chunk.get("tokens")
-        if chunk.get("type", "encoded_text") != "encoded_text" or not isinstance(tokens, list):
-            words = "a prompt is encoded text: no images, no audio"
-            raise SpecError(words, field=f"prompt.chunks.{place}", code="invalid_value")
-        rows += tokens
+def _prompt(wish: bodies.SampleWish) -> list[int]:
+    rows = plain.tokens(wish.prompt.chunks, "prompt.chunks")
     if not rows:
         raise SpecError("the prompt has no tokens", field="prompt", code="invalid_value")
     return rows

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
-from api.tinker import door, messages
+from api.tinker import door, messages, plain
 from api.tinker.door import ADAPTER, Door, SamplerId
 from core.db.tables import SessionOperation
 from core.jobs.base.states import FINAL, Status
@@ -18,8 +18,8 @@ from core.spec.session import tensors
 PROTOBUF = "application/x-protobuf"
 
 
-def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes) -> Response:
-    """The answer to `retrieve_future`."""
+def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, packed: bool) -> Response:
+    """The answer to `retrieve_future`. `packed`: the caller reads protocol buffers, as SDKs since 0.25 do."""
     if row.done_at is None:
         if Status(found.job.status) in FINAL:
             return failed(f"the session has ended ({found.status}: {found.job.reason})", "server")
@@ -35,9 +35,15 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes) -> 
             lengths = [int(one) for one in tensors.unpack(sent)["lengths"]]  # the result has none
             logprobs = tensors.unpack(body)["logprobs"]
             metrics = {"loss:sum": float(result["loss"])}
+            if not packed:
+                return plain.pass_answer(lengths, logprobs, metrics)
             return Response(messages.pass_output(lengths, logprobs, metrics), media_type=PROTOBUF)
         case "generate":
-            return Response(_sampled(result, tensors.unpack(body)), media_type=PROTOBUF)
+            arrays = tensors.unpack(body)
+            answers, of_prompt = _sampled(result, arrays), arrays.get("prompt_logprobs")
+            if not packed:
+                return plain.sample_answer(answers, of_prompt)
+            return Response(messages.sample_output(answers, of_prompt), media_type=PROTOBUF)
         case "step":
             metrics = {name: float(value) for name, value in result.items() if isinstance(value, int | float)}
             return JSONResponse({"metrics": metrics, "type": "optim_step"})
@@ -66,10 +72,10 @@ def _saved(found: FoundSession, name: str) -> dict[str, Any]:
     return {"path": door.tinker_path(found, name), "type": kind}
 
 
-def _sampled(result: dict[str, Any], arrays: dict[str, list[float]]) -> bytes:
+def _sampled(result: dict[str, Any], arrays: dict[str, list[float]]) -> list[tuple[bool, list[float], list[float]]]:
     answers, at = [], 0
     for finished, count in zip(result["finished"], arrays["lengths"], strict=True):
         end = at + int(count)
         answers.append((bool(finished), arrays["tokens"][at:end], arrays["logprobs"][at:end]))
         at = end
-    return messages.sample_output(answers, arrays.get("prompt_logprobs"))
+    return answers

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from api.auth.policy import Reading, Writing
 from api.deps import App
 from api.http.body import read_body
 from api.sessions.results import result
-from api.tinker import bodies, door, results
+from api.tinker import bodies, door, plain, results
 from api.tinker.door import Door
 from api.tinker.messages import read_pass
 from core.errors import NotFound
@@ -25,8 +26,15 @@ router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)
 
 HOLD_SECONDS = 25.0
 """Time for which a request for a result is held before the client is to ask again."""
-CONFIG = {"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False}
-"""Chunks come in their order: operations are computed in the order in which they come."""
+CONFIG = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": False,
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+    "create_model_via_load_weights": True,
+}
+"""Chunks come in their order: operations are computed in the order in which they come. The last three have SDKs speak
+the newest form of the protocol that they know."""
 
 
 @router.post("/client/config")
@@ -113,8 +121,18 @@ def _info(of: Door, model_id: str) -> dict[str, Any]:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request, principal: Writing, app: App) -> Response:
-    """A forward pass; its message says whether with gradients."""
-    asked = await run_in_threadpool(read_pass, await read_body(request, app.settings.max_operation_bytes))
+    """A forward pass; its message says whether with gradients. One in JSON, of an older SDK, has them."""
+    sent = await read_body(request, app.settings.max_operation_bytes)
+    read = read_pass if results.PROTOBUF in request.headers.get("content-type", "") else partial(plain.read_pass, False)
+    asked = await run_in_threadpool(read, sent)
+    return _ticket(await run_in_threadpool(Door(app, principal).passed, asked))
+
+
+@router.post("/forward")
+async def forward(request: Request, principal: Writing, app: App) -> Response:
+    """A forward pass without gradients, of an older SDK."""
+    sent = await read_body(request, app.settings.max_operation_bytes)
+    asked = await run_in_threadpool(plain.read_pass, True, sent)
     return _ticket(await run_in_threadpool(Door(app, principal).passed, asked))
 
 
@@ -149,7 +167,8 @@ async def retrieve_future(request: Request, principal: Reading, app: App) -> Res
         raise NotFound("there is no such request", field="request_id")
     of = Door(app, principal)
     seen = await result(of.sessions, request, principal, host, int(position), HOLD_SECONDS)
-    return await run_in_threadpool(results.reply, of, *seen)
+    packed = results.PROTOBUF in request.headers.get("accept", "")
+    return await run_in_threadpool(results.reply, of, *seen, packed=packed)
 
 
 def _ticket(request_id: str) -> Response:

@@ -1,15 +1,25 @@
-"""A supervised loop by the SDK of Tinker: runs in its environment, against a service. Prints what came as JSON."""
+"""Loops by the SDK of Tinker: they run in its environment, against a service. Prints what came as JSON.
+
+`supervised.py MODEL whole`: all of it.
+`supervised.py MODEL steps`: a recipe alone, by any version of the SDK.
+`supervised.py MODEL common`: the recipe and its resumption in another model.
+`supervised.py MODEL recipe`: steps that a test disturbs: a line `sent N` is printed when step N is on its way, and the
+recipe goes on when a line comes.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tinker
 from tinker import types
 
 ROWS = [[5, 6, 7, 8, 9, 10], [40, 41, 42, 43], list(range(60, 80))]
+STEPS = 6
 
 
 def datum(row: list[int], **inputs: list[float]) -> types.Datum:
@@ -27,26 +37,54 @@ def next_loss(client: tinker.TrainingClient, data: list[types.Datum]) -> float:
     return float(client.forward(data, "cross_entropy").result().metrics["loss:sum"])
 
 
-def supervised(model: str) -> dict[str, object]:
-    service = tinker.ServiceClient()
-    training = service.create_lora_training_client(base_model=model, rank=4, seed=7)
+def logprobs(client: tinker.TrainingClient, rows: list[list[int]]) -> list[list[float]]:
+    """Of each row's targets, by a forward pass."""
+    passed = client.forward([datum(row) for row in rows], "cross_entropy").result()
+    return [list(map(float, one["logprobs"].data)) for one in passed.loss_fn_outputs]
+
+
+def recipe(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, sent: Callable[[int], None]
+) -> dict[str, Any]:
+    """Six steps, saved weights, and samples of them, held against a forward pass."""
     data, losses, norms = [datum(row) for row in ROWS], [], []
-    for _ in range(6):
+    for step in range(STEPS):
         passed = training.forward_backward(data, "cross_entropy")
         stepped = training.optim_step(types.AdamParams(learning_rate=0.01, grad_clip_norm=1.0))
+        sent(step)
         losses.append(passed.result().metrics["loss:sum"])
         norms.append(stepped.result().metrics["grad_norm"])
     saved = training.save_state("first").result().path
-    before = training.forward(data, "cross_entropy").result()
     sampling = training.save_weights_and_get_sampling_client()
     prompt = types.ModelInput.from_ints(ROWS[0])
     params = types.SamplingParams(max_tokens=5, temperature=1.0, seed=3, stop=[])
-    sampled = sampling.sample(prompt, num_samples=2, sampling_params=params).result()
-    again = sampling.sample(prompt, num_samples=2, sampling_params=params).result()
-    of_prompt = sampling.compute_logprobs(prompt).result()
+    answers = sampling.sample(prompt, num_samples=2, sampling_params=params).result().sequences
+    again = sampling.sample(prompt, num_samples=2, sampling_params=params).result().sequences
+    whole = [ROWS[0] + list(one.tokens) for one in answers]
+    before, rescored, again_from_saved = logprobs(training, ROWS), logprobs(training, whole), []
+    for _ in range(2):
+        again_from_saved.append(next_loss(training, data))
+        training.load_state_with_optimizer(saved).result()
+    about = service.create_rest_client().get_weights_info_by_tinker_path(saved).result()
+    return {
+        "rank": about.lora_rank,
+        "in_place": again_from_saved,
+        "losses": losses,
+        "norms": norms,
+        "saved": saved,
+        "logprobs": before,
+        "sampled": [[list(one.tokens), list(one.logprobs), one.stop_reason] for one in answers],
+        "again": [[list(one.tokens), list(one.logprobs), one.stop_reason] for one in again],
+        "rescored": [found[len(ROWS[0]) - 1 :] for found in rescored],
+        "of_prompt": sampling.compute_logprobs(prompt).result(),
+    }
+
+
+def rest(service: tinker.ServiceClient, training: tinker.TrainingClient, saved: str) -> dict[str, Any]:
+    """Losses of reinforcement learning, a refused request, a sampler by its path, and a model that is resumed."""
+    data, before = [datum(row) for row in ROWS], logprobs(training, ROWS)
     next_losses = [next_loss(training, data)]
-    old = before.loss_fn_outputs[0]["logprobs"].data
-    drawn = datum(ROWS[0], logprobs=list(old), advantages=[1.0, -1.0, 0.5, 2.0, 1.0])
+    drawn = datum(ROWS[0], logprobs=before[0], advantages=[1.0, -1.0, 0.5, 2.0, 1.0])
     rewarded = {}
     for name in ("importance_sampling", "ppo", "cispo", "dro"):
         rewarded[name] = training.forward_backward([drawn], name).result().metrics["loss:sum"]
@@ -56,27 +94,42 @@ def supervised(model: str) -> dict[str, object]:
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
     named = training.save_weights_for_sampler("sampler").result().path
+    prompt = types.ModelInput.from_ints(ROWS[0])
     from_path = service.create_sampling_client(model_path=named).compute_logprobs(prompt).result()
+    after_losses = logprobs(training, ROWS)[0]
     resumed = service.create_training_client_from_state_with_optimizer(saved)  # it waits for the slot of the first
-    after = resumed.forward(data, "cross_entropy").result()
+    after = logprobs(resumed, ROWS)
     next_losses.append(next_loss(resumed, data))
     return {
-        "losses": losses,
-        "norms": norms,
-        "saved": saved,
         "info": training.get_info().model_dump(),
-        "lengths": [len(one["logprobs"].data) for one in before.loss_fn_outputs],
-        "logprobs": [list(map(float, one["logprobs"].data)) for one in before.loss_fn_outputs],
-        "resumed": [list(map(float, one["logprobs"].data)) for one in after.loss_fn_outputs],
+        "resumed": after,
         "next": next_losses,
-        "sampled": [[list(one.tokens), one.stop_reason] for one in sampled.sequences],
-        "again": [[list(one.tokens), one.stop_reason] for one in again.sequences],
-        "of_prompt": of_prompt,
         "from_path": from_path,
+        "then": after_losses,
         "rewarded": rewarded,
         "refused": refused,
     }
 
 
+def wait(step: int) -> None:
+    print(f"sent {step}", flush=True)
+    sys.stdin.readline()
+
+
+def main(model: str, what: str) -> dict[str, Any]:
+    service = tinker.ServiceClient()
+    training = service.create_lora_training_client(base_model=model, rank=4, seed=7)
+    told = recipe(service, training, wait if what == "recipe" else lambda step: None)
+    if what == "whole":
+        told |= rest(service, training, told["saved"])
+    elif what == "common":
+        told["next"] = [next_loss(training, [datum(row) for row in ROWS])]
+        resumed = service.create_training_client_from_state_with_optimizer(told["saved"])
+        told["next"].append(next_loss(resumed, [datum(row) for row in ROWS]))
+    if hasattr(service, "close"):
+        service.close("success").result()
+    return told
+
+
 if __name__ == "__main__":
-    print(json.dumps(supervised(sys.argv[1]), default=str))
+    print(json.dumps(main(*sys.argv[1:]), default=str))

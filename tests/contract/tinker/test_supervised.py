@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import tinker_sdk
-from tests.support.service import Service, running
+from tests.support.service import Service, running, wait_for
 
 LOOP = Path(__file__).with_name("supervised.py")
+STRUCK = {"child": 1, "api": 3}
+"""What is killed, and at which step."""
+SAME = ("losses", "norms", "logprobs", "sampled", "again", "rescored", "of_prompt", "in_place", "rank")
+"""What does not differ between runs, nor between versions of the SDK."""
 
 
 @pytest.fixture(scope="module")
@@ -23,38 +29,83 @@ def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[
     yield from running(tmp_path_factory.mktemp("tinker"), environment, settle=0)
 
 
-def test_a_supervised_loop_runs_to_its_end(service: Service, models: Path) -> None:
-    """Loss falls; a resumed model goes on to the bit; a sampler sees the log-probabilities of training."""
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(service.folder),
-        "HF_HUB_OFFLINE": "1",
-        "TINKER_TELEMETRY": "0",
-        "TINKER_BASE_URL": str(service.note()["url"]),
-        "TINKER_API_KEY": f"tml-{service.key}",
-    }
-    ran = subprocess.run(
-        [str(tinker_sdk.python()), str(LOOP), str(models / "tiny")],
-        env=environment,
-        capture_output=True,
+def started(service: Service, models: Path, what: str, version: str | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(tinker_sdk.python(version)), str(LOOP), str(models / "tiny"), what],
+        env=tinker_sdk.environment(service),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=(service.folder / f"{what}.log").open("w"),
         text=True,
-        timeout=400,
     )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    told = json.loads(ran.stdout.splitlines()[-1])
+
+
+def ended(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
+    told, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, log.read_text()[-4000:]
+    return json.loads(told.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def told(service: Service, models: Path) -> dict[str, Any]:
+    """What a loop came to that nothing disturbed."""
+    return ended(started(service, models, "whole"), service.folder / "whole.log")
+
+
+def test_a_supervised_loop_runs_to_its_end(told: dict[str, Any]) -> None:
+    """Loss falls; a resumed model goes on to the bit."""
     losses = told["losses"]
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
     assert all(norm > 0 for norm in told["norms"])
     assert told["saved"].startswith("tinker://") and told["saved"].endswith("/weights/first")
     assert told["info"]["lora_rank"] == 4
-    assert told["lengths"] == [5, 3, 19]
+    assert [len(row) for row in told["logprobs"]] == [5, 3, 19]
     assert told["resumed"] == told["logprobs"]
-    assert told["next"][0] == told["next"][1]
-    assert told["again"] == told["sampled"] and told["sampled"][0] != told["sampled"][1]
-    assert [len(tokens) for tokens, _ in told["sampled"]] == [5, 5]
-    assert told["of_prompt"][0] is None
-    assert told["of_prompt"][1:] == pytest.approx(told["logprobs"][0], abs=1e-2)
+    assert told["next"][0] == told["next"][1] == told["in_place"][0] == told["in_place"][1]
+    assert told["rank"] == 4
     assert all(math.isfinite(loss) for loss in told["rewarded"].values())
     assert told["rewarded"]["importance_sampling"] == pytest.approx(told["rewarded"]["ppo"])
     assert "99999" in told["refused"] or "target" in told["refused"]
-    assert len(told["from_path"]) == 6
+
+
+def test_the_sampler_has_the_log_probabilities_of_training(told: dict[str, Any]) -> None:
+    """Of prompts and of what it draws: KL of the two, as Tinker's cookbook estimates it, is 1e-6 at most."""
+    assert told["again"] == told["sampled"] and told["sampled"][0] != told["sampled"][1]
+    assert [len(tokens) for tokens, _, _ in told["sampled"]] == [5, 5]
+    gaps = [
+        drawn - scored
+        for (_, sampled, _), rescored in zip(told["sampled"], told["rescored"], strict=True)
+        for drawn, scored in zip(sampled, rescored, strict=True)
+    ]
+    assert abs(sum(gaps) / len(gaps)) <= 1e-6 and max(map(abs, gaps)) <= 3e-6
+    for sampler, training in (("of_prompt", told["logprobs"][0]), ("from_path", told["then"])):
+        assert told[sampler][0] is None
+        assert told[sampler][1:] == pytest.approx(training, abs=3e-6, rel=0)
+
+
+def test_kills_in_the_middle_change_no_bit(service: Service, models: Path, told: dict[str, Any]) -> None:
+    """kill -9 of the session's child and of the API, while steps are on their way."""
+    process = started(service, models, "recipe")
+    assert process.stdin is not None and process.stdout is not None
+    for step in range(len(told["losses"])):
+        assert process.stdout.readline() == f"sent {step}\n", (service.folder / "recipe.log").read_text()[-4000:]
+        if step == STRUCK["child"]:
+            (child,) = wait_for(lambda: children(service), 60, "the child of the session")
+            os.kill(child, signal.SIGKILL)
+        elif step == STRUCK["api"]:
+            os.kill(service.pid("api"), signal.SIGKILL)
+        process.stdin.write("on\n")
+        process.stdin.flush()
+    struck = ended(process, service.folder / "recipe.log")
+    assert {name: struck[name] for name in SAME} == {name: told[name] for name in SAME}
+
+
+def test_the_oldest_sdk_sees_the_same_numbers(service: Service, models: Path, told: dict[str, Any]) -> None:
+    """It sends and reads JSON. `python -m bench.tinker_versions` tries those between."""
+    oldest = next(iter(tinker_sdk.older()))
+    old = ended(started(service, models, "steps", oldest), service.folder / "steps.log")
+    assert {name: old[name] for name in SAME} == {name: told[name] for name in SAME}
+
+
+def children(service: Service) -> list[int]:
+    return [pid for pid, command in service.processes().items() if "-m core.train.session" in command]

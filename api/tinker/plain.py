@@ -1,0 +1,111 @@
+"""The same messages in JSON, as SDKs before 0.25 send and read them."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from fastapi.responses import Response
+from pydantic import AliasChoices, Field
+
+from api.tinker.bodies import Lenient, Number, parsed
+from api.tinker.messages import PassRequest
+from core.errors import SpecError
+
+
+class PlainTensor(Lenient):
+    data: list[float]
+    dtype: Literal["float32", "int64"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+
+
+class PlainInput(Lenient):
+    chunks: list[dict[str, Any]]
+
+
+class PlainDatum(Lenient):
+    model_input: PlainInput
+    loss_fn_inputs: dict[str, PlainTensor]
+
+
+class PlainPass(Lenient):
+    data: list[PlainDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float] | None = None
+
+
+class PlainForward(Lenient):
+    model_id: str
+    seq_id: Number = 0
+    asked: PlainPass = Field(validation_alias=AliasChoices("forward_backward_input", "forward_input"))
+
+
+def read_pass(forward_only: bool, body: bytes) -> PassRequest:
+    """Raises SpecError for what is no such request."""
+    sent = parsed(PlainForward, body)
+    asked = sent.asked
+    rows, inputs = list[list[int]](), list[dict[str, list[float]]]()
+    for place, one in enumerate(asked.data):
+        rows.append(tokens(one.model_input.chunks, f"data.{place}.model_input.chunks"))
+        inputs.append({name: _values(name, tensor, place) for name, tensor in one.loss_fn_inputs.items()})
+    return PassRequest(
+        sent.model_id, sent.seq_id, asked.loss_fn, dict(asked.loss_fn_config or {}), forward_only, rows, inputs
+    )
+
+
+def tokens(chunks: Sequence[Mapping[str, Any]], where: str) -> list[int]:
+    """Tokens of chunks of encoded text, one after another. SpecError for others."""
+    row: list[int] = []
+    for place, chunk in enumerate(chunks):
+        found = chunk.get("tokens")
+        if chunk.get("type", "encoded_text") != "encoded_text" or not isinstance(found, list):
+            words = "sessions take encoded text only: no images, no audio"
+            raise SpecError(words, field=f"{where}.{place}", code="invalid_value")
+        row += found
+    return row
+
+
+def _values(name: str, tensor: PlainTensor, place: int) -> list[float]:
+    where = f"data.{place}.loss_fn_inputs.{name}"
+    if tensor.sparse_crow_indices is not None or len(tensor.shape or []) > 1:
+        words = f"{where}: one number a token is taken, dense; this has shape {tensor.shape}"
+        raise SpecError(words, field=where, code="invalid_value")
+    if tensor.dtype == "int64":
+        if any(value != int(value) for value in tensor.data):
+            raise SpecError(f"{where}: these are no whole numbers", field=where, code="invalid_value")
+        return [int(value) for value in tensor.data]
+    return tensor.data
+
+
+def pass_answer(lengths: Sequence[int], logprobs: Sequence[float], metrics: Mapping[str, float]) -> Response:
+    """A ForwardBackwardOutput."""
+    outputs, at = [], 0
+    for length in lengths:
+        part = [*logprobs[at : at + length]]
+        outputs.append({"logprobs": {"data": part, "dtype": "float32", "shape": [length]}})
+        at += length
+    return _reply({"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(metrics)})
+
+
+def sample_answer(
+    answers: Sequence[tuple[bool, Sequence[float], Sequence[float]]], prompt: Sequence[float] | None
+) -> Response:
+    """A SampleResponse."""
+    sequences = [
+        {
+            "stop_reason": "stop" if stopped else "length",
+            "tokens": [*map(int, found)],
+            "logprobs": [*array("f", logprobs)],
+        }
+        for stopped, found, logprobs in answers
+    ]
+    known = None if prompt is None else [None, *prompt[:-1]]
+    return _reply({"type": "sample", "sequences": sequences, "prompt_logprobs": known})
+
+
+def _reply(document: dict[str, Any]) -> Response:
+    """In Python's JSON, which has infinities: those SDKs read it."""
+    return Response(json.dumps(document), media_type="application/json")
