@@ -270,8 +270,8 @@ def _arrays(asked: PassRequest) -> dict[str, list[float]]:
     return arrays
 
 
-def _prompt(wish: bodies.SampleWish) -> list[int]:
-    rows = plain.tokens(wish.prompt.chunks, "prompt.chunks")
+def _prompt(wish: bodies.SampleWish) -> list[float]:
+    rows: list[float] = [*plain.tokens(wish.prompt.chunks, "prompt.chunks")]
     if not rows:
         raise SpecError("the prompt has no tokens", field="prompt", code="invalid_value")
     return rows
