@@ -21,10 +21,11 @@ from core.jobs.kinds import Kind
 from core.jobs.scheduling.cluster import SlotState
 from core.plan.memory import Item, Plan, plan
 from core.plan.models.shape import Shape
-from core.plan.steps import micro_batch, step_size, steps_for, total_steps
+from core.plan.steps import micro_batch, run_steps, step_size, steps_for
 from core.spec.axes.batching import Rows
 from core.spec.axes.data import FileSource, singles
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.job import JobSpec
 
 RECENT = 200
@@ -288,7 +289,7 @@ def steps(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) ->
             return None, "its file is not uploaded yet"
         source = "the rows of its file"
     each = steps_for(count, step_size(spec))
-    return total_steps(spec.training.num_train_epochs, None, lambda epoch: each), source
+    return run_steps(spec, lambda epoch: each), source
 
 
 def _time(session: Session, project_id: str, spec: JobSpec, rows: RowLengths, slot: Slot) -> dict[str, Any]:
@@ -316,6 +317,8 @@ def _no_time(why: str) -> dict[str, Any]:
 
 def _tokens(spec: JobSpec, rows: RowLengths) -> tuple[int | None, str]:
     """That the run trains on, and where the figure is from or why there is none."""
+    if isinstance(spec.stage, RolloutStage):
+        return None, "it trains on answers, and how long they are is known once the model has given them"
     if rows.epoch_tokens is None or not rows.epoch_rows:
         return None, "the tokens of its rows have not been counted with this model; a preview of its file counts them"
     steps = spec.training.max_steps

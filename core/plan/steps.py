@@ -9,6 +9,7 @@ from typing import assert_never
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.optim.schedules import Constant, Warmup
 from core.spec.axes.optimizer import Schedule
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.training import Training
 from core.spec.job import JobSpec
 
@@ -33,8 +34,9 @@ def micro_batches(spec: JobSpec) -> int:
 
 
 def step_size(spec: JobSpec) -> int:
-    """Rows or tokens of an optimizer step at most, on all ranks."""
-    return micro_batch(spec)[0] * micro_batches(spec)
+    """Rows or tokens of an optimizer step at most, on all ranks. Rows of a stage that answers prompts are prompts."""
+    size = micro_batch(spec)[0] * micro_batches(spec)
+    return size // spec.stage.num_generations if isinstance(spec.stage, RolloutStage) else size
 
 
 def steps_for(count: float, size: int) -> int:
@@ -50,6 +52,16 @@ def total_steps(epochs: float, max_steps: int | None, steps_of: Callable[[int], 
     whole = math.floor(epochs)
     begun = epochs - whole
     return sum(steps_of(epoch) for epoch in range(whole)) + (math.ceil(begun * steps_of(whole)) if begun else 0)
+
+
+def run_steps(spec: JobSpec, steps_of: Callable[[int], int]) -> int:
+    """Optimizer steps of a run. `steps_of` answers the steps that pass over the rows of each epoch, by its number; a
+    stage that answers prompts takes `num_iterations` optimizer steps on the answers of each."""
+    training = spec.training
+    steps = total_steps(training.num_train_epochs, training.max_steps, steps_of)
+    if isinstance(spec.stage, RolloutStage) and training.max_steps is None:
+        return steps * spec.stage.num_iterations
+    return steps
 
 
 def estimated_steps(training: Training, tokens: int, size: int) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from core.errors import DataError, SpecError
+from core.plan.steps import run_steps, step_size, steps_for
 from core.spec.run.exit_codes import EXIT_OK
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder
@@ -61,6 +63,36 @@ def test_training_does_what_was_said(tiny_dir: Path, tokenizer: Any, tmp_path: P
     assert said["tokens"] == result["result"]["total_tokens"]
     padding = [event["values"]["padding_share"] for event in events(run_dir, "metrics")]
     assert min(padding) <= said["padding_share"] <= max(padding)
+
+
+@pytest.mark.parametrize(("generations", "iterations"), [(2, 2), (4, 1)])
+def test_a_rollout_is_so_many_prompts_and_taken_so_many_times(
+    tiny_dir: Path, tokenizer: Any, tmp_path: Path, generations: int, iterations: int
+) -> None:
+    """What preview and plan say before, and what the run then does."""
+    axes: dict[str, Any] = {
+        "data": {"train": {"type": "path", "path": str(tmp_path / "preview.jsonl"), "format": "prompt"}},
+        "stage": {
+            "type": "grpo", "num_generations": generations, "num_iterations": iterations, "max_completion_length": 2,
+            "reward": ["exact"], "force": True,
+        },
+        "method": {"type": "lora", "r": 2},
+        "training": {
+            "max_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+            "num_train_epochs": 1.0, "precision": "fp32",
+        },
+    }  # fmt: skip
+    found = look(
+        tmp_path / "preview", tiny_dir, tokenizer, [{"prompt": f"{n}?", "reference": "7"} for n in "123"], **axes
+    )
+    run_dir = write_run(tmp_path / "run", tiny_dir, tmp_path / "preview.jsonl", **axes)
+    assert run(run_dir) == EXIT_OK, events(run_dir, "error")
+    (result,) = events(run_dir, "result")
+    spec = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes()).spec
+    rollouts = math.ceil(3 * generations / 4)
+    assert found["epoch"]["steps"] == rollouts
+    assert found["epoch"]["total_steps"] == result["result"]["steps"] == rollouts * iterations
+    assert run_steps(spec, lambda _: steps_for(3, step_size(spec))) == rollouts * iterations
 
 
 @pytest.mark.parametrize(

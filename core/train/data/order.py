@@ -21,7 +21,7 @@ from typing import Any, assert_never
 
 import torch
 
-from core.plan.steps import steps_for, total_steps
+from core.plan.steps import step_size, steps_for, total_steps
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.job import JobSpec
 from core.train.data.packing import best_fit, spread
@@ -314,6 +314,11 @@ class PackedOrder(_Budget):
 
 
 # --- from the spec ---------------------------------------------------------------------------------------
+
+
+def prompt_order(spec: JobSpec, prompts: int) -> BatchOrder:
+    """The order in which a stage that answers prompts takes them: a step is one rollout."""
+    return BatchOrder(prompts, batch_size=step_size(spec), accumulation=1, seed=spec.training.seed)
 
 
 def build_order(spec: JobSpec, lengths: Sequence[int], *, rank: int = 0, world: int = 1) -> StepOrder:

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from core.base.files import sync
 from core.plan.constants import MOST_ALIKE
+from core.plan.steps import run_steps
 from core.spec.axes.rollout.stages import GRPO, RLOO, LearnsFromAnswers
 from core.spec.run.folder import ROLLOUTS, rollout_file
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import StepBatches
-from core.train.data.order import BatchOrder
+from core.train.data.order import prompt_order
 from core.train.generation.sampling import Key
 from core.train.policy import PolicyModel
 from core.train.rollout.answers import Answerer
@@ -56,21 +57,14 @@ class RolloutLoader:
         self.run, self.stage, self.prompts, self.columns = run, stage, prompts, columns
         self.pad_token_id = pad_token_id
         self.answerer = Answerer(run, stage, tokenizer)
-        training = run.spec.training
-        self.batch_size = self._saved_batch_size = training.per_device_train_batch_size
-        answers = self.batch_size * training.gradient_accumulation_steps
-        self.order = BatchOrder(
-            len(prompts), batch_size=answers // stage.num_generations, accumulation=1, seed=training.seed
-        )
+        self.batch_size = self._saved_batch_size = run.spec.training.per_device_train_batch_size
+        self.order = prompt_order(run.spec, len(prompts))
         self._rollout: Rollout | None = None
         self._dataset: TokenDataset | None = None
 
     def total_steps(self) -> int:
         """Optimizer steps of the run."""
-        training = self.run.spec.training
-        if training.max_steps is not None:
-            return training.max_steps
-        return self.order.total_steps(training.num_train_epochs, None) * self.stage.num_iterations
+        return run_steps(self.run.spec, self.order.steps_of)
 
     # --- a StepLoader ---------------------------------------------------------------------------------
 
