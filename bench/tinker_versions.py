@@ -49,7 +49,7 @@ def main() -> None:
     versions = [NEWEST, *reversed(tinker_sdk.older())] if given.only is None else [NEWEST, *given.only]
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        service = Service(Path(folder), {"EFT_MODEL_ROOTS": str(models.folder())})
+        service = Service(Path(folder), {"EFT_MODEL_ROOTS": str(models.folder()), "EFT_MAX_SESSIONS": "0"})
         try:
             service.start()
             for version in versions:

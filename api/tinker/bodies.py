@@ -28,12 +28,17 @@ class LoraConfig(Lenient):
     train_attn: bool = True
 
 
+Ttl = Annotated[int, Field(ge=1, le=10 * 366 * 86_400)]
+Metadata = Annotated[dict[str, Any], Field(max_length=32)]
+
+
 class NewRun(Lenient):
     session_id: str
     model_seq_id: Number
     base_model: str
     lora_config: LoraConfig = LoraConfig()
     optimizer_config: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
 
 
 class OfRun(Lenient):
@@ -56,12 +61,18 @@ class StepWish(OfRun):
 
 class SaveWish(OfRun):
     path: SavedName
+    ttl_seconds: Ttl | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
 
 
 class SamplerSave(OfRun):
     path: SavedName | None = None
     sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
+    ttl_seconds: Ttl | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
 
 
 class LoadWish(Lenient):
@@ -71,6 +82,7 @@ class LoadWish(Lenient):
     model_seq_id: Number | None = None
     model_id: str | None = None
     seq_id: Number = 0
+    user_metadata: Metadata | None = None
 
 
 class NewSampler(Lenient):
@@ -105,6 +117,10 @@ class SampleWish(Lenient):
     prompt_alt_tokens_k: int = 0
     target_prompt_logprobs: dict[str, Any] | None = None
     record_stability_info: bool = False
+
+
+class NewTtl(Lenient):
+    ttl_seconds: Ttl | None = None
 
 
 class SavedPath(Lenient):

@@ -14,10 +14,11 @@ from api.http.once import Once, answer
 from api.sessions.service import Sent, Sessions, checked_operation
 from api.tinker import bodies, plain
 from api.tinker.messages import PassRequest
+from core.db.tables import SessionSave
 from core.errors import NotFound, SpecError
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
-from core.jobs.lifecycle.sessions import records
+from core.jobs.lifecycle.sessions import records, saves
 from core.jobs.lifecycle.sessions.records import FoundSession
 from core.spec.session import tensors
 
@@ -25,7 +26,10 @@ ADAPTER = "default"
 IDLE_SECONDS = 15.0
 """A client may hold several models, each of them a session: the slot of one that rests is free soon."""
 KINDS = {"weights": "w", "sampler_weights": "s"}
-"""Kinds of saved weights by the beginning of their names; `u`: without a name of the caller's."""
+"""Kinds of saved weights by the beginning of their folders; `u`: without a name of the caller's."""
+ALL = f"tinker {'_' * 32} %"
+RUNS = f"tinker {'_' * 32} m%"
+"""Names of sessions, in SQL: those of models have an `m` before their number, those of samplers an `s`."""
 _RUN = re.compile(r"([0-9a-f]{32}):train:([0-9]{1,10})")
 _PATH = re.compile(rf"tinker://([^/]+)/(weights|sampler_weights)/({bodies.SAVED_NAME})")
 _SESSION = re.compile(r"[0-9a-f]{32}")
@@ -76,7 +80,7 @@ class Door:
         found = _RUN.fullmatch(model_id)
         if found is not None:
             with self.app.database.read() as session:
-                if (known := records.named(session, self.actor, _name(found[1], found[2]))) is not None:
+                if (known := records.named(session, self.actor, named(found[1], f"m{int(found[2])}"))) is not None:
                     return known
         raise NotFound(f"there is no model `{model_id[:100]}` in this project", field="model_id")
 
@@ -87,18 +91,19 @@ class Door:
         if not (lora.train_mlp and lora.train_attn):
             words = "an adapter is on all linear layers here: leave train_mlp and train_attn true"
             raise SpecError(words, field="lora_config", code="invalid_value")
-        host = self._open(wish.session_id, str(wish.model_seq_id), wish.base_model)
+        host = self._open(wish.session_id, f"m{wish.model_seq_id}", wish.base_model, wish.user_metadata)
         method = {"type": "lora", "r": lora.rank, "lora_alpha": 32.0}
         return self._send(host, 0, {"op": "create", "model": ADAPTER, "method": method, "seed": lora.seed or 0})
 
     def load(self, wish: bodies.LoadWish) -> str:
         """Put saved weights into a new model, or into one that is there."""
-        source, name = self.saved(wish.path)
-        folder = self.folder(source.row.id, name)
+        source, row = self.saved(wish.path)
+        folder = self.folder(source.row.id, row.folder)
         if wish.model_id is not None:
             host, seq = self.run(wish.model_id).row.id, wish.seq_id
         elif wish.session_id is not None and wish.model_seq_id is not None:
-            host, seq = self._open(wish.session_id, str(wish.model_seq_id), source.row.spec["model"]), 0
+            part, model = f"m{wish.model_seq_id}", source.row.spec["model"]
+            host, seq = self._open(wish.session_id, part, model, wish.user_metadata), 0
         else:
             raise SpecError(
                 "give `model_id`, or `session_id` and `model_seq_id`", field="model_id", code="invalid_value"
@@ -129,21 +134,50 @@ class Door:
         }
         return self._send(self.run(wish.model_id).row.id, wish.seq_id, operation)
 
-    def save(self, model_id: str, seq: int, name: str) -> str:
-        return self._send(self.run(model_id).row.id, seq, {"op": "save", "model": ADAPTER, "name": name})
+    def save(self, wish: bodies.SaveWish | bodies.SamplerSave, kind: str) -> str:
+        """Save under the caller's name. Raises Conflict where that is taken."""
+        assert wish.path is not None
+        host, folder = self.run(wish.model_id).row.id, f"{KINDS[kind]}-{wish.seq_id}"
+        if not wish.overwrite:
+            with self.app.database.read() as session:
+                saves.check_label(session, host, kind, wish.path, wish.seq_id)
+        ticket = self.keep(host, wish.seq_id, folder)
+        about = {name: str(value) for name, value in (wish.user_metadata or {}).items()}
+        with self.app.database.write() as session:
+            saves.note(
+                session,
+                self.actor,
+                host,
+                int(ticket.rpartition(".")[2]),
+                folder=folder,
+                kind=kind,
+                label=wish.path,
+                about=about,
+                ttl_seconds=wish.ttl_seconds,
+            )
+        return ticket
+
+    def keep(self, host: str, seq: int, folder: str) -> str:
+        """Save without a name of the caller's."""
+        return self._send(host, seq, {"op": "save", "model": ADAPTER, "name": folder})
 
     # --- saved weights
 
-    def saved(self, path: str) -> tuple[FoundSession, str]:
-        """Session and name of saved weights. Raises NotFound."""
+    def saved(self, path: str) -> tuple[FoundSession, SessionSave]:
+        """Session and row of saved weights. Raises NotFound."""
         found = _PATH.fullmatch(path)
         if found is None:
             words = "a path is tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME"
             raise SpecError(words, field="path", code="invalid_value")
-        source, name = self.run(found[1]), f"{KINDS[found[2]]}-{found[3]}"
-        if not self.folder(source.row.id, name).is_dir():
-            raise NotFound(f"nothing was saved as `{path[:200]}`", field="path")
-        return source, name
+        return self.saved_as(found[1], found[2], found[3])
+
+    def saved_as(self, model_id: str, kind: str, label: str) -> tuple[FoundSession, SessionSave]:
+        source = self.run(model_id)
+        with self.app.database.read() as session:
+            row = saves.newest(session, source.row.id, kind, label)
+        if row is None:
+            raise NotFound(f"nothing is saved as `tinker://{model_id}/{kind}/{label[:100]}`", field="path")
+        return source, row
 
     def folder(self, session_id: str, name: str) -> Path:
         return self.app.layout.session(session_id) / "saved" / name
@@ -153,11 +187,11 @@ class Door:
     def sampler(self, wish: bodies.NewSampler) -> SamplerId:
         """A sampling session over saved weights, or over the base alone."""
         if wish.model_path is not None:
-            source, name = self.saved(wish.model_path)
+            source, row = self.saved(wish.model_path)
             host = source.row.id
             if Status(source.job.status) in FINAL:
                 host = self._open(wish.session_id, f"s{wish.sampling_session_seq_id}", source.row.spec["model"])
-            return SamplerId(host, source.row.id, name)
+            return SamplerId(host, source.row.id, row.folder)
         if wish.base_model is None:
             raise SpecError("give `base_model` or `model_path`", field="base_model", code="invalid_value")
         return SamplerId(self._open(wish.session_id, f"s{wish.sampling_session_seq_id}", wish.base_model))
@@ -179,15 +213,16 @@ class Door:
         if not _SESSION.fullmatch(session_id):
             raise NotFound("there is no such session", field="session_id")
         with self.app.database.write() as session:
-            for found in records.beginning(session, self.actor, _name(session_id, "")):
+            for found in records.beginning(session, self.actor, named(session_id, "")):
                 records.close(session, self.actor, found.row.id)
 
-    def _open(self, session_id: str, part: str, model: Any) -> str:
+    def _open(self, session_id: str, part: str, model: Any, about: dict[str, Any] | None = None) -> str:
         """The session of this name, made if it is not there. The same request again is the same session."""
         if not _SESSION.fullmatch(session_id):
             raise NotFound("there is no such session: `create_session` makes one", field="session_id")
-        name = _name(session_id, part)
-        document = {"name": name, "model": model, "idle_seconds": IDLE_SECONDS}
+        name = named(session_id, part)
+        words = {key: str(value) for key, value in (about or {}).items()}
+        document = {"name": name, "model": model, "idle_seconds": IDLE_SECONDS, "metadata": words}
         with self.app.database.read() as session:
             if (known := records.named(session, self.actor, name)) is not None:
                 return known.row.id
@@ -218,14 +253,13 @@ class Door:
 
 def model_id(found: FoundSession) -> str:
     """Tinker's id of the model that a session holds."""
-    _, session_id, part = str(found.job.name).split(" ")
-    return f"{session_id}:train:{part}"
+    session_id, part = parts(found)
+    return f"{session_id}:train:{part[1:]}"
 
 
-def tinker_path(found: FoundSession, name: str) -> str:
-    """Tinker's path of what a session has saved under a name."""
-    kind = {begin: kind for kind, begin in KINDS.items()}[name[0]]
-    return f"tinker://{model_id(found)}/{kind}/{name[2:]}"
+def tinker_path(found: FoundSession, row: SessionSave) -> str:
+    """Tinker's path of what a session has saved."""
+    return f"tinker://{model_id(found)}/{row.kind}/{row.label}"
 
 
 def base_model(found: FoundSession) -> str:
@@ -233,8 +267,15 @@ def base_model(found: FoundSession) -> str:
     return str(model.get("path") or model.get("id"))
 
 
-def _name(session_id: str, part: str) -> str:
+def named(session_id: str, part: str) -> str:
+    """Name of a session of ours by that of the SDK."""
     return f"tinker {session_id} {part}"
+
+
+def parts(found: FoundSession) -> tuple[str, str]:
+    """The reverse."""
+    _, session_id, part = str(found.job.name).split(" ", 2)
+    return session_id, part
 
 
 def _loss(name: str, options: dict[str, Any]) -> dict[str, Any]:

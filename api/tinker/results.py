@@ -9,9 +9,10 @@ from fastapi.responses import JSONResponse, Response
 
 from api.tinker import door, messages, plain
 from api.tinker.door import ADAPTER, Door, SamplerId
-from core.db.tables import SessionOperation
+from core.db.tables import SessionOperation, SessionSave
+from core.errors import NotFound
 from core.jobs.base.states import FINAL, Status
-from core.jobs.lifecycle.sessions import log, records
+from core.jobs.lifecycle.sessions import log, records, saves
 from core.jobs.lifecycle.sessions.records import FoundSession
 from core.spec.session import tensors
 
@@ -53,10 +54,11 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, 
             folder = Path(asked["folder"])
             with of.app.database.read() as session:
                 source = records.find(session, of.actor, folder.parents[2].name)
-            path = door.tinker_path(source, folder.name)
+                saved = saves.in_folder(session, source.row.id, folder.name)
+            path = None if saved is None else door.tinker_path(source, saved)  # it may have gone since
             return JSONResponse({"path": path, "model_id": door.model_id(found), "type": "load_weights"})
         case "save":
-            return JSONResponse(_saved(found, str(asked["name"])))
+            return JSONResponse(_saved(of, found, row, str(asked["name"])))
     return failed(f"`{asked['op']}` of `{ADAPTER}` is no request of this protocol", "user")
 
 
@@ -64,12 +66,16 @@ def failed(message: str, category: str) -> Response:
     return JSONResponse({"error": message, "category": category})
 
 
-def _saved(found: FoundSession, name: str) -> dict[str, Any]:
-    if name.startswith("u-"):
-        sampler = SamplerId(found.row.id, found.row.id, name)
+def _saved(of: Door, found: FoundSession, operation: SessionOperation, folder: str) -> dict[str, Any]:
+    if folder.startswith("u-"):
+        sampler = SamplerId(found.row.id, found.row.id, folder)
         return {"sampling_session_id": str(sampler), "type": "save_weights_for_sampler"}
-    kind = "save_weights" if name.startswith("w-") else "save_weights_for_sampler"
-    return {"path": door.tinker_path(found, name), "type": kind}
+    with of.app.database.read() as session:
+        row = session.get(SessionSave, (operation.session_id, operation.position))
+    if row is None:
+        raise NotFound("what was saved has gone since", field="request_id")
+    kind = "save_weights" if row.kind == "weights" else "save_weights_for_sampler"
+    return {"path": door.tinker_path(found, row), "type": kind}
 
 
 def _sampled(result: dict[str, Any], arrays: dict[str, list[float]]) -> list[tuple[bool, list[float], list[float]]]:

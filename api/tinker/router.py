@@ -3,10 +3,8 @@ not in the OpenAPI document."""
 
 from __future__ import annotations
 
-import json
 import secrets
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,7 +15,7 @@ from api.auth.policy import Reading, Writing
 from api.deps import App
 from api.http.body import read_body
 from api.sessions.results import result
-from api.tinker import bodies, door, plain, results
+from api.tinker import bodies, door, plain, results, runs
 from api.tinker.door import Door
 from api.tinker.messages import read_pass
 from core.errors import NotFound
@@ -103,11 +101,7 @@ async def get_info(request: Request, principal: Reading, app: App) -> Response:
 
 def _info(of: Door, model_id: str) -> dict[str, Any]:
     found = of.run(model_id)
-    _, first, _ = of.sessions.look(of.actor, found.row.id, 1)
-    if first.operation["op"] == "load":
-        rank = int(json.loads((Path(first.operation["folder"]) / "adapter_config.json").read_bytes())["r"])
-    else:
-        rank = int(first.operation["method"]["r"])
+    rank = runs.rank(of, found)
     name = door.base_model(found)
     return {
         "type": "get_info",
@@ -147,8 +141,7 @@ async def optim_step(request: Request, principal: Writing, app: App) -> Response
 async def save_weights(request: Request, principal: Writing, app: App) -> Response:
     """Save adapter and optimizer."""
     wish = bodies.parsed(bodies.SaveWish, await read_body(request, app.settings.max_body_bytes))
-    name = f"w-{wish.path}"
-    return _ticket(await run_in_threadpool(Door(app, principal).save, wish.model_id, wish.seq_id, name))
+    return _ticket(await run_in_threadpool(Door(app, principal).save, wish, "weights"))
 
 
 @router.post("/load_weights")

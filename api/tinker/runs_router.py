@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
-from api.auth.policy import Reading
+from api.auth.policy import Reading, Writing
 from api.deps import App
 from api.http.body import read_body
 from api.tinker import bodies, runs
 from api.tinker.door import Door
+from core.errors import SpecError
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)
+
+Offset = Annotated[int, Query(ge=0, lt=2**31)]
+Count = Annotated[int, Query(ge=1, le=1000)]
+Kind = Literal["weights", "sampler_weights"]
 
 
 @router.post("/weights_info")
@@ -20,3 +27,70 @@ async def weights_info(request: Request, principal: Reading, app: App) -> Respon
     """What saved weights are of."""
     wish = bodies.parsed(bodies.SavedPath, await read_body(request, app.settings.max_body_bytes))
     return JSONResponse(await run_in_threadpool(runs.weights_info, Door(app, principal), wish.tinker_path))
+
+
+@router.get("/training_runs")
+def list_training_runs(principal: Reading, app: App, offset: Offset = 0, limit: Count = 20) -> Response:
+    """Models of the project, newest first."""
+    return JSONResponse(runs.training_runs(Door(app, principal), offset, limit))
+
+
+@router.get("/training_runs/{run_id}")
+def show_training_run(run_id: str, principal: Reading, app: App) -> Response:
+    """A model."""
+    of = Door(app, principal)
+    return JSONResponse(runs.training_run(of, of.run(run_id)))
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+def list_of_run(run_id: str, principal: Reading, app: App, offset: Offset = 0, limit: Count = 1000) -> Response:
+    """What a model has saved, newest first."""
+    return JSONResponse(runs.checkpoints(Door(app, principal), run_id, offset, limit))
+
+
+@router.get("/checkpoints")
+def list_checkpoints(principal: Reading, app: App, offset: Offset = 0, limit: Count = 100) -> Response:
+    """What all models of the project have saved, newest first."""
+    return JSONResponse(runs.checkpoints(Door(app, principal), None, offset, limit))
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{label}")
+def delete_checkpoint(run_id: str, kind: Kind, label: str, principal: Writing, app: App) -> Response:
+    """Delete what was saved. Its files go when no session needs them any more to compute its log again."""
+    runs.expire(Door(app, principal), run_id, kind, label, 0)
+    return Response(status_code=204)
+
+
+@router.put("/training_runs/{run_id}/checkpoints/{kind}/{label}/ttl")
+async def set_ttl(request: Request, run_id: str, kind: Kind, label: str, principal: Writing, app: App) -> Response:
+    """Let it go so many seconds from now; null: never."""
+    wish = bodies.parsed(bodies.NewTtl, await read_body(request, app.settings.max_body_bytes))
+    await run_in_threadpool(runs.expire, Door(app, principal), run_id, kind, label, wish.ttl_seconds)
+    return Response(status_code=204)
+
+
+@router.post("/training_runs/{run_id}/checkpoints/{kind}/{label}/publish")
+def publish(run_id: str, kind: Kind, label: str, principal: Writing, app: App) -> Response:
+    """Refused: what a project saves is its own."""
+    Door(app, principal).saved_as(run_id, kind, label)
+    words = "nothing is published here: what a project saves is seen by its members alone; copy the folder instead"
+    raise SpecError(words, field="path", code="invalid_value")
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{label}/publish")
+def unpublish(run_id: str, kind: Kind, label: str, principal: Writing, app: App) -> Response:
+    """Nothing to do: nothing is published."""
+    Door(app, principal).saved_as(run_id, kind, label)
+    return Response(status_code=204)
+
+
+@router.get("/sessions")
+def list_tinker_sessions(principal: Reading, app: App, offset: Offset = 0, limit: Count = 20) -> Response:
+    """Sessions of the SDK that have made a model or a sampler."""
+    return JSONResponse(runs.sessions(Door(app, principal), offset, limit))
+
+
+@router.get("/sessions/{session_id}")
+def show_tinker_session(session_id: str, principal: Reading, app: App) -> Response:
+    """Models and samplers of a session of the SDK."""
+    return JSONResponse(runs.session(Door(app, principal), session_id))

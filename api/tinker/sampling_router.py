@@ -12,7 +12,7 @@ from api.http.body import read_body
 from api.tinker import bodies, door
 from api.tinker.door import Door, SamplerId
 from core.errors import SpecError
-from core.jobs.lifecycle.sessions import records
+from core.jobs.lifecycle.sessions import records, saves
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)
 
@@ -25,9 +25,14 @@ async def save_for_sampler(request: Request, principal: Writing, app: App) -> Re
         raise SpecError("`kind` is `snapshot`: weights that follow training are missing here", field="kind")
     if wish.path is None and wish.sampling_session_seq_id is None:
         raise SpecError("give `path` or `sampling_session_seq_id`", field="path")
-    name = f"u-{wish.sampling_session_seq_id}" if wish.path is None else f"s-{wish.path}"
-    ticket = await run_in_threadpool(Door(app, principal).save, wish.model_id, wish.seq_id, name)
+    ticket = await run_in_threadpool(_save, Door(app, principal), wish)
     return JSONResponse({"request_id": ticket})
+
+
+def _save(of: Door, wish: bodies.SamplerSave) -> str:
+    if wish.path is not None:
+        return of.save(wish, "sampler_weights")
+    return of.keep(of.run(wish.model_id).row.id, wish.seq_id, f"u-{wish.sampling_session_seq_id}")
 
 
 @router.post("/create_sampling_session")
@@ -44,9 +49,10 @@ def show_sampler(sampler_id: str, principal: Reading, app: App) -> Response:
     sampler = SamplerId.read(sampler_id)
     with app.database.read() as session:
         found = records.find(session, principal, sampler.source or sampler.host)
+        row = None if sampler.name is None else saves.in_folder(session, found.row.id, sampler.name)
     told = {"sampler_id": sampler_id, "base_model": door.base_model(found)}
-    if sampler.name is not None and sampler.name[0] in door.KINDS.values():
-        told["model_path"] = door.tinker_path(found, sampler.name)
+    if row is not None:
+        told["model_path"] = door.tinker_path(found, row)
     return JSONResponse(told)
 
 

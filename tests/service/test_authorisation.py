@@ -438,6 +438,7 @@ def test_routes_of_tinker_ask_for_a_key_too(here: World, callers: dict[str, Call
     """Their errors have a `detail`, and the key may come with `tml-` before it, or alone."""
     viewer = next(one for one in callers.values() if one.role is Role.VIEWER and not one.box_admin)
     things = {"session_id": "0" * 32, "sampler_id": f"session-{'0' * 26}"}
+    things |= {"run_id": f"{'0' * 32}:train:0", "kind": "weights", "label": "x"}
     policies = {route: policy for route, policy in here.app.state.policies.items() if route[1].startswith(TINKER)}
     assert len(policies) >= 18
     for (method, path), policy in policies.items():

@@ -20,6 +20,7 @@ from core.jobs.lifecycle import claims, leader, lease_expiry, retention
 from core.jobs.lifecycle.pipelines import advance
 from core.jobs.lifecycle.registry import entries
 from core.jobs.lifecycle.serving import requests
+from core.jobs.lifecycle.sessions import saves
 from core.jobs.lifecycle.sweeps import advance as sweeps
 from core.jobs.policies import maintenance, nodes, usage
 from core.jobs.policies.budget import Budget
@@ -230,6 +231,8 @@ class Housekeeper:
                 break
         if gone:
             log.info("forgot %d answer(s) to Idempotency-Keys", gone)
+        if folders := saves.sweep(self._database, self._layout):
+            log.info("removed %d folder(s) that sessions had saved and that have gone", folders)
         if removed := remove_orphans(self._database, self._layout):
             log.warning("removed %d file(s) that were stored, not registered: %s", len(removed), ", ".join(removed))
         self._shrink_cache()

@@ -28,7 +28,7 @@ from core.db.tables.notices import Delivery, Webhook
 from core.db.tables.people import ApiKey, Audit, IdempotencyKey, Membership, Project, User
 from core.db.tables.pipelines import Pipeline, PipelineEvent, PipelineStep
 from core.db.tables.serving import CompletionPiece, CompletionRow, ServingRow
-from core.db.tables.sessions import SessionOperation, SessionRow
+from core.db.tables.sessions import SessionOperation, SessionRow, SessionSave
 from core.db.tables.slots import Allocation, Hold, Maintenance, Node
 from core.db.tables.sweeps import SweepRow
 from core.db.tables.usage import DiskUsage, Limit, UsageDay, UsageTotal
@@ -77,6 +77,7 @@ __all__ = [
     "ServingRow",
     "SessionOperation",
     "SessionRow",
+    "SessionSave",
     "SweepRow",
     "UsageDay",
     "UsageTotal",

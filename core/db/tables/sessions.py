@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, String, UniqueConstraint, text
+from sqlalchemy import (
+    BigInteger,
+    Float,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    String,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
 from core.db.engine import db_now
@@ -61,4 +71,30 @@ class SessionOperation(Owned, Base):
             sqlite_where=text(UNDONE),
             postgresql_where=text(UNDONE),
         ),
+    )
+
+
+class SessionSave(Owned, Base):
+    """What an operation saved under a name of the caller's. The row comes with the operation, the folder with its
+    end."""
+
+    __tablename__ = "session_saves"
+    session_id: Mapped[str] = mapped_column(Id, primary_key=True)
+    position: Mapped[int] = mapped_column(Integer, primary_key=True)
+    folder: Mapped[str] = mapped_column(String(100))
+    """Its name below the session's `saved`."""
+    kind: Mapped[str] = mapped_column(String(16))
+    """`weights` or `sampler_weights`."""
+    label: Mapped[str] = mapped_column(String(100))
+    """The caller's name. The newest one of a kind counts."""
+    about: Mapped[dict[str, Any]]
+    """The caller's metadata."""
+    expires_at: Mapped[float | None] = mapped_column(Float)
+    """From then on it is gone; its files go when no session needs them to compute its log again."""
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["session_id", "position"], ["session_operations.session_id", "session_operations.position"]
+        ),
+        UniqueConstraint("session_id", "folder"),
+        Index("ix_session_saves_project_id", "project_id", "session_id"),
     )

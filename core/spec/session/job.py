@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from core.spec.axes.data import Data, PathSource
 from core.spec.axes.method import LoRA
@@ -17,6 +17,7 @@ from core.spec.job import JobName, JobSpec, Note, Tags
 
 NO_ROWS = "/dev/null"
 """The training file of a session, which has no rows: what it learns from comes with each operation."""
+MetadataText = Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00]*$")]
 
 
 class SessionSpec(SpecModel):
@@ -30,6 +31,8 @@ class SessionSpec(SpecModel):
     """Words to find the session by."""
     note: Note | None = None
     """Free text for people."""
+    metadata: Annotated[dict[MetadataText, MetadataText], Field(max_length=32)] = Field(default={})
+    """Words of programs by their names; kept as they are."""
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     """Priority in the queue, as a job's."""
     model: Model

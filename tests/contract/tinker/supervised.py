@@ -111,6 +111,37 @@ def rest(service: tinker.ServiceClient, training: tinker.TrainingClient, saved: 
     }
 
 
+def kept(service: tinker.ServiceClient, training: tinker.TrainingClient, saved: str) -> dict[str, Any]:
+    """What was saved, in lists: a name that is taken, one that is written over, one that goes, and one that is gone."""
+    listed = service.create_rest_client()
+    run = saved.split("/")[2]
+    taken = gone = ""
+    try:
+        training.save_state("first").result()
+    except tinker.BadRequestError as error:
+        taken = str(error)
+    for _ in range(2):
+        rolling = training.save_state("rolling", overwrite=True, user_metadata={"batch": "3"}).result().path
+    listed.set_checkpoint_ttl_from_tinker_path(rolling, 3600).result()
+    training.save_state("away").result()
+    names = [one.checkpoint_id for one in listed.list_checkpoints(run).result().checkpoints]
+    away = saved.replace("/first", "/away")
+    listed.delete_checkpoint_from_tinker_path(away).result()
+    try:
+        service.create_training_client_from_state(away).result()
+    except Exception as error:
+        gone = type(error).__name__
+    return {
+        "run": listed.get_training_run_by_tinker_path(saved).result().model_dump(mode="json"),
+        "runs": [one.training_run_id for one in listed.list_training_runs().result().training_runs],
+        "names": names,
+        "checkpoints": [one.model_dump(mode="json") for one in listed.list_user_checkpoints().result().checkpoints],
+        "session": listed.get_session(run.split(":")[0]).result().training_run_ids,
+        "taken": taken,
+        "gone": gone,
+    }
+
+
 def wait(step: int) -> None:
     print(f"sent {step}", flush=True)
     sys.stdin.readline()
@@ -118,10 +149,13 @@ def wait(step: int) -> None:
 
 def main(model: str, what: str) -> dict[str, Any]:
     service = tinker.ServiceClient()
-    training = service.create_lora_training_client(base_model=model, rank=4, seed=7)
+    training = service.create_lora_training_client(
+        base_model=model, rank=4, seed=7, user_metadata={"renderer": "plain"}
+    )
     told = recipe(service, training, wait if what == "recipe" else lambda step: None)
     if what == "whole":
         told |= rest(service, training, told["saved"])
+        told["kept"] = kept(service, training, told["saved"])
     elif what == "common":
         told["next"] = [next_loss(training, [datum(row) for row in ROWS])]
         resumed = service.create_training_client_from_state_with_optimizer(told["saved"])

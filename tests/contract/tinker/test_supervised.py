@@ -83,6 +83,21 @@ def test_the_sampler_has_the_log_probabilities_of_training(told: dict[str, Any])
         assert told[sampler][1:] == pytest.approx(training, abs=3e-6, rel=0)
 
 
+def test_what_was_saved_is_listed_and_goes(told: dict[str, Any]) -> None:
+    kept, run = told["kept"], told["saved"].split("/")[2]
+    assert (
+        kept["run"]["training_run_id"] == run and run in kept["runs"] and kept["session"][0] in (run, kept["runs"][0])
+    )
+    assert kept["run"]["user_metadata"] == {"renderer": "plain"} and kept["run"]["lora_rank"] == 4
+    assert kept["run"]["last_sampler_checkpoint"]["checkpoint_id"] == "sampler_weights/sampler"
+    assert kept["names"] == ["weights/away", "weights/rolling", "sampler_weights/sampler", "weights/first"]
+    left = {one["checkpoint_id"]: one for one in kept["checkpoints"]}
+    assert [*left] == kept["names"][1:]
+    assert left["weights/rolling"]["user_metadata"] == {"batch": "3"} and left["weights/rolling"]["expires_at"]
+    assert all(one["size_bytes"] > 10_000 for one in left.values())
+    assert "first" in kept["taken"] and kept["gone"] == "NotFoundError"
+
+
 def test_kills_in_the_middle_change_no_bit(service: Service, models: Path, told: dict[str, Any]) -> None:
     """kill -9 of the session's child and of the API, while steps are on their way."""
     process = started(service, models, "recipe")

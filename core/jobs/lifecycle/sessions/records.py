@@ -90,6 +90,17 @@ def beginning(session: Session, actor: Actor, start: str) -> list[FoundSession]:
     return [FoundSession(*row) for row in session.execute(query)]
 
 
+def matching(
+    session: Session, actor: Actor, pattern: str, *, offset: int, limit: int
+) -> tuple[list[FoundSession], int]:
+    """Sessions of the actor's project whose names are LIKE the pattern, newest first; and the number of all."""
+    query = select(SessionRow, Job).join(Job, Job.id == SessionRow.id)
+    query = query.where(SessionRow.project_id == actor.project_id, Job.name.like(pattern))
+    count = session.execute(select(func.count()).select_from(query.subquery())).scalar_one()
+    ordered = query.order_by(SessionRow.id.desc()).offset(offset).limit(limit)
+    return [FoundSession(*row) for row in session.execute(ordered)], count
+
+
 def page(session: Session, actor: Actor, *, after: str | None = None, limit: int = 20) -> ResultPage[FoundSession]:
     """Sessions of the actor's project, newest first. Raises UnknownCursor when `after` is none of them."""
     query = select(SessionRow, Job).join(Job, Job.id == SessionRow.id)

@@ -1,0 +1,200 @@
+"""Tinker's door without a trainer: what belongs to whom, what is refused, and what saved weights become."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from api.auth.policy import Role, Scope
+from api.tinker import wire
+from core.db.engine import db_now
+from core.db.tables import Job, SessionOperation, SessionRow
+from core.jobs.lifecycle.sessions import saves
+from tests.support.world import MODEL, Caller, World
+
+PROTOBUF = {"content-type": "application/x-protobuf"}
+
+
+@pytest.fixture(scope="module")
+def run(here: World, boss: Caller) -> str:
+    """A model of `lab`, parked."""
+    return model(here, boss)
+
+
+@pytest.fixture(scope="module")
+def rival(here: World) -> Caller:
+    return here.caller("rival", Role.ADMIN, Scope.WRITE, project=here.rivals.id)
+
+
+def model(here: World, caller: Caller) -> str:
+    session = send(here, caller, "create_session", {}).json()["session_id"]
+    wish = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "user_metadata": {"renderer": "plain"}}
+    made = send(here, caller, "create_model", wish)
+    assert made.status_code == 200, made.text
+    assert send(here, caller, "create_model", wish).json() == made.json(), "asked again it is the same"
+    host = made.json()["request_id"].partition(".")[0]
+    with here.database.write() as open_session:  # it takes no slot from others here
+        open_session.execute(update(Job).where(Job.id == host).values(status="paused"))
+    return f"{session}:train:0"
+
+
+def send(here: World, caller: Caller, path: str, body: Any) -> Any:
+    return here.ask("POST", f"/api/v1/{path}", caller.key, json=body)
+
+
+def forward_backward(run: str, seq: int) -> bytes:
+    tokens = wire.message((1, wire.message((1, (5).to_bytes(4, "little")))))
+    targets = wire.message((1, "target_tokens"), (2, wire.message((1, (6).to_bytes(8, "little")), (3, 2), (4, 1))))
+    datum = wire.message((1, tokens), (2, targets))
+    return wire.message((1, run), (2, seq), (3, datum), (4, "cross_entropy"))
+
+
+def save(here: World, caller: Caller, run: str, seq: int, name: str, **more: Any) -> str:
+    """The ticket of a save, whose folder is there."""
+    reply = send(here, caller, "save_weights", {"model_id": run, "seq_id": seq, "path": name} | more)
+    assert reply.status_code == 200, reply.text
+    host, _, position = reply.json()["request_id"].partition(".")
+    folder = here.layout.session(host) / "saved" / f"w-{seq}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    with here.database.write() as session:
+        session.execute(
+            update(SessionOperation)
+            .where(SessionOperation.session_id == host, SessionOperation.position == int(position))
+            .values(done_at=db_now(), result={})
+        )
+    return str(reply.json()["request_id"])
+
+
+def names(here: World, caller: Caller, run: str) -> list[str]:
+    found = here.ask("GET", f"/api/v1/training_runs/{run}/checkpoints", caller.key)
+    assert found.status_code == 200, found.text
+    return [one["checkpoint_id"] for one in found.json()["checkpoints"]]
+
+
+@pytest.mark.both_databases
+def test_saved_weights_are_listed_replaced_and_removed(here: World, boss: Caller) -> None:
+    run = model(here, boss)
+    path = f"/api/v1/training_runs/{run}"
+    ticket = save(here, boss, run, 1, "first", user_metadata={"batch": 7})
+    assert save(here, boss, run, 1, "first", user_metadata={"batch": 7}) == ticket
+    taken = send(here, boss, "save_weights", {"model_id": run, "seq_id": 2, "path": "first"})
+    assert taken.status_code == 400 and taken.json()["code"] == "session_name_taken"
+    save(here, boss, run, 3, "first", overwrite=True)
+    save(here, boss, run, 4, "second", ttl_seconds=3600)
+    assert sorted(names(here, boss, run)) == ["weights/first", "weights/second"]
+    about = here.ask("GET", path, boss.key).json()
+    assert about["user_metadata"] == {"renderer": "plain"} and about["last_checkpoint"]["expires_at"]
+    info = send(here, boss, "weights_info", {"tinker_path": f"tinker://{run}/weights/first"}).json()
+    assert info["lora_rank"] == 8 and info["base_model"]
+    forever = here.ask("PUT", f"{path}/checkpoints/weights/second/ttl", boss.key, json={"ttl_seconds": None})
+    assert forever.status_code == 204
+    assert here.ask("DELETE", f"{path}/checkpoints/weights/second", boss.key).status_code == 204
+    assert here.ask("DELETE", f"{path}/checkpoints/weights/second", boss.key).status_code == 404
+    assert names(here, boss, run) == ["weights/first"]
+    host = ticket.partition(".")[0]
+    folder = here.layout.session(host) / "saved"
+    saves.sweep(here.database, here.layout)
+    assert len([*folder.iterdir()]) == 3, "after a crash the log since the snapshot is computed again"
+    with here.database.write() as session:
+        session.execute(update(SessionRow).where(SessionRow.id == host).values(snapshot=100))
+    assert saves.sweep(here.database, here.layout) == 2
+    assert [path.name for path in folder.iterdir()] == ["w-3"]
+    assert names(here, boss, run) == ["weights/first"]
+
+
+def test_the_runs_of_another_project_are_not_there(here: World, boss: Caller, rival: Caller, run: str) -> None:
+    ticket = save(here, boss, run, 900, "mine")
+    host = ticket.partition(".")[0]
+    path = f"tinker://{run}/weights/mine"
+    session = run.partition(":")[0]
+    sent = {
+        "get_info": {"model_id": run},
+        "optim_step": {"model_id": run, "seq_id": 5, "adam_params": {}},
+        "save_weights": {"model_id": run, "seq_id": 5, "path": "x"},
+        "save_weights_for_sampler": {"model_id": run, "seq_id": 7, "path": "x"},
+        "load_weights": {"session_id": secrets.token_hex(16), "model_seq_id": 0, "path": path},
+        "create_sampling_session": {"session_id": secrets.token_hex(16), "model_path": path},
+        "asample": {"sampling_session_id": f"{host}:{host}:w-900", "prompt": {"chunks": [{"tokens": [1]}]}}
+        | {"sampling_params": {"max_tokens": 1}},
+        "weights_info": {"tinker_path": path},
+        "retrieve_future": {"request_id": ticket},
+    }
+    for route, body in sent.items():
+        assert send(here, rival, route, body).status_code == 404, route
+        if route not in ("optim_step", "asample"):
+            assert send(here, boss, route, body).status_code in (200, 408), route
+    body = forward_backward(run, 6)
+    assert here.ask("POST", "/api/v1/forward_backward", rival.key, content=body, headers=PROTOBUF).status_code == 404
+    for method, url in (
+        ("GET", f"training_runs/{run}"),
+        ("GET", f"training_runs/{run}/checkpoints"),
+        ("DELETE", f"training_runs/{run}/checkpoints/weights/mine"),
+        ("GET", f"samplers/{host}:{host}:w-900"),
+        ("GET", f"sessions/{session}"),
+    ):
+        assert here.ask(method, f"/api/v1/{url}", rival.key).status_code == 404, url
+    for url in ("training_runs", "checkpoints", "sessions"):
+        told = here.ask("GET", f"/api/v1/{url}?limit=1000", rival.key)
+        assert told.status_code == 200 and session not in told.text
+        assert session in here.ask("GET", f"/api/v1/{url}?limit=1000", boss.key).text
+    assert "weights/mine" in names(here, boss, run)
+
+
+def test_a_number_stands_for_one_request(here: World, boss: Caller, run: str) -> None:
+    """Sent again it is the same; another one under its number is a 400, since the SDK sends a 409 again for minutes."""
+    body = forward_backward(run, 40)
+    first = here.ask("POST", "/api/v1/forward_backward", boss.key, content=body, headers=PROTOBUF)
+    assert first.status_code == 200, first.text
+    again = here.ask("POST", "/api/v1/forward_backward", boss.key, content=body, headers=PROTOBUF)
+    assert again.json() == first.json()
+    other = send(here, boss, "optim_step", {"model_id": run, "seq_id": 40, "adam_params": {}})
+    assert other.status_code == 400 and other.json()["code"] == "session_seq_reused"
+    assert here.ask("GET", f"/api/v1/sessions/{'0' * 32}", boss.key).status_code == 404
+
+
+def broken(chance: random.Random, run: str) -> bytes:
+    """A request that is cut, has bytes of others, or is noise."""
+    whole = bytearray(forward_backward(run, chance.randrange(1000, 2**31)))
+    match chance.randrange(4):
+        case 0:
+            return bytes(whole[: chance.randrange(len(whole))])
+        case 1:
+            whole[chance.randrange(len(whole))] = chance.randrange(256)
+            return bytes(whole)
+        case 2:
+            at = chance.randrange(len(whole))
+            return bytes(whole[:at] + whole[chance.randrange(len(whole)) :])
+    return chance.randbytes(chance.randrange(200))
+
+
+def test_noise_is_refused_and_never_a_fault_of_ours(here: World, boss: Caller, run: str) -> None:
+    chance = random.Random(5)
+    for _ in range(150):
+        body = broken(chance, run)
+        reply = here.ask("POST", "/api/v1/forward_backward", boss.key, content=body, headers=PROTOBUF)
+        assert reply.status_code in (200, 400, 404), (body, reply.text)
+        assert reply.status_code == 200 or reply.json()["detail"]
+    odd = [None, [], {}, "x", -1, 10**30, 1e400, {"a": []}, "\ud800", "x" * 5000, [[1]], {"chunks": [3]}, True]
+    routes = {
+        "create_model": {"session_id": "0" * 32, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}},
+        "optim_step": {"model_id": run, "seq_id": 5, "adam_params": {"learning_rate": 0.1}},
+        "save_weights": {"model_id": run, "seq_id": 5, "path": "x", "ttl_seconds": 5, "user_metadata": {}},
+        "load_weights": {"session_id": "0" * 32, "model_seq_id": 0, "path": f"tinker://{run}/weights/x"},
+        "asample": {"sampling_session_id": "session-x", "prompt": {"chunks": [{"tokens": [1]}]}, "num_samples": 1},
+        "forward": {"model_id": run, "seq_id": 5, "forward_input": {"data": [], "loss_fn": "cross_entropy"}},
+        "weights_info": {"tinker_path": f"tinker://{run}/weights/x"},
+        "retrieve_future": {"request_id": f"{run}.1"},
+    }
+    for route, body in routes.items():
+        for field in body:
+            for value in odd:
+                content = json.dumps(body | {field: value}).encode()
+                reply = here.ask("POST", f"/api/v1/{route}", boss.key, content=content)
+                assert reply.status_code in (200, 400, 404, 408), (route, field, value, reply.text)
+                assert reply.status_code in (200, 408) or reply.json()["detail"]
