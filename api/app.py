@@ -50,7 +50,7 @@ from api.serving import replies
 from api.serving.router import router as serving_router
 from api.sessions.router import router as sessions_router
 from api.sweeps.router import router as sweeps_router
-from api.tinker import replies as tinker_replies
+from api.tinker import results as tinker_results
 from api.tinker.router import router as tinker_router
 from api.tinker.runs_router import router as tinker_runs_router
 from api.tinker.sampling_router import router as tinker_sampling_router
@@ -145,7 +145,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.changes = Changes(state.database)
     state.hub.closes_too(app.state.changes.close)
     app.add_middleware(RequestContext, latencies=state.latencies)
-    errors.install(app, {"/v1": replies.render, "/api/v1": tinker_replies.render})
+    errors.install(app, {"/v1": replies.render, "/api/v1": tinker_results.render})
     app.state.routes = [*app.routes, *(route for router in ROUTERS for route in router.routes)]
     app.state.policies = _include_routers(app)
     _describe(app, app.state.policies)

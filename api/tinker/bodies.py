@@ -29,7 +29,7 @@ class LoraConfig(Lenient):
 
 
 Ttl = Annotated[int, Field(ge=1, le=10 * 366 * 86_400)]
-Metadata = Annotated[dict[str, Any], Field(max_length=32)]
+Metadata = Annotated[dict[str, Any], Field(max_length=31)]
 
 
 class NewRun(Lenient):

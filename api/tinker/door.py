@@ -12,7 +12,8 @@ from typing import Any
 from api.deps import AppState
 from api.http.once import Once, answer
 from api.sessions.service import Sent, Sessions, checked_operation
-from api.tinker import bodies, plain
+from api.tinker import bases, bodies, plain
+from api.tinker.bases import Base
 from api.tinker.messages import PassRequest
 from core.db.tables import SessionSave
 from core.errors import NotFound, SpecError
@@ -39,6 +40,7 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "importance_sampling": {},
     "ppo": _CLIPS,
     "cispo": _CLIPS,
+    "gspo": _CLIPS,
     "dro": {"beta": "beta"},
 }
 """Losses, and the names of their options here."""
@@ -91,7 +93,8 @@ class Door:
         if not (lora.train_mlp and lora.train_attn):
             words = "an adapter is on all linear layers here: leave train_mlp and train_attn true"
             raise SpecError(words, field="lora_config", code="invalid_value")
-        host = self._open(wish.session_id, f"m{wish.model_seq_id}", wish.base_model, wish.user_metadata)
+        base = self.app.settings.model_roots, wish.base_model
+        host = self._open(wish.session_id, f"m{wish.model_seq_id}", bases.named(*base), wish.user_metadata)
         method = {"type": "lora", "r": lora.rank, "lora_alpha": 32.0}
         return self._send(host, 0, {"op": "create", "model": ADAPTER, "method": method, "seed": lora.seed or 0})
 
@@ -102,8 +105,8 @@ class Door:
         if wish.model_id is not None:
             host, seq = self.run(wish.model_id).row.id, wish.seq_id
         elif wish.session_id is not None and wish.model_seq_id is not None:
-            part, model = f"m{wish.model_seq_id}", source.row.spec["model"]
-            host, seq = self._open(wish.session_id, part, model, wish.user_metadata), 0
+            base = bases.of_session(source.row.spec)
+            host, seq = self._open(wish.session_id, f"m{wish.model_seq_id}", base, wish.user_metadata), 0
         else:
             raise SpecError(
                 "give `model_id`, or `session_id` and `model_seq_id`", field="model_id", code="invalid_value"
@@ -190,11 +193,20 @@ class Door:
             source, row = self.saved(wish.model_path)
             host = source.row.id
             if Status(source.job.status) in FINAL:
-                host = self._open(wish.session_id, f"s{wish.sampling_session_seq_id}", source.row.spec["model"])
+                host = self._host(wish, bases.of_session(source.row.spec))
             return SamplerId(host, source.row.id, row.folder)
         if wish.base_model is None:
             raise SpecError("give `base_model` or `model_path`", field="base_model", code="invalid_value")
-        return SamplerId(self._open(wish.session_id, f"s{wish.sampling_session_seq_id}", wish.base_model))
+        return SamplerId(self._host(wish, bases.named(self.app.settings.model_roots, wish.base_model)))
+
+    def _host(self, wish: bodies.NewSampler, base: Base) -> str:
+        """The session that computes for a sampler: one of this client that has the base, or a new one."""
+        if _SESSION.fullmatch(wish.session_id):
+            with self.app.database.read() as session:
+                for known in records.beginning(session, self.actor, named(wish.session_id, "")):
+                    if Status(known.job.status) not in FINAL and bases.of_session(known.row.spec).shown == base.shown:
+                        return known.row.id
+        return self._open(wish.session_id, f"s{wish.sampling_session_seq_id}", base)
 
     def sample(self, wish: bodies.SampleWish) -> str:
         sampler = SamplerId.read(wish.sampling_session_id)
@@ -216,13 +228,13 @@ class Door:
             for found in records.beginning(session, self.actor, named(session_id, "")):
                 records.close(session, self.actor, found.row.id)
 
-    def _open(self, session_id: str, part: str, model: Any, about: dict[str, Any] | None = None) -> str:
+    def _open(self, session_id: str, part: str, base: Base, about: dict[str, Any] | None = None) -> str:
         """The session of this name, made if it is not there. The same request again is the same session."""
         if not _SESSION.fullmatch(session_id):
             raise NotFound("there is no such session: `create_session` makes one", field="session_id")
         name = named(session_id, part)
-        words = {key: str(value) for key, value in (about or {}).items()}
-        document = {"name": name, "model": model, "idle_seconds": IDLE_SECONDS, "metadata": words}
+        words = {key: str(value) for key, value in (about or {}).items()} | {bases.SHOWN: base.shown}
+        document = {"name": name, "model": base.model, "idle_seconds": IDLE_SECONDS, "metadata": words}
         with self.app.database.read() as session:
             if (known := records.named(session, self.actor, name)) is not None:
                 return known.row.id
@@ -263,8 +275,7 @@ def tinker_path(found: FoundSession, row: SessionSave) -> str:
 
 
 def base_model(found: FoundSession) -> str:
-    model = found.row.spec["model"]
-    return str(model.get("path") or model.get("id"))
+    return bases.of_session(found.row.spec).shown
 
 
 def named(session_id: str, part: str) -> str:

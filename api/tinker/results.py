@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
+from api.context import request_id
+from api.http.errors import ErrorResponse
 from api.tinker import door, messages, plain
 from api.tinker.door import ADAPTER, Door, SamplerId
 from core.db.tables import SessionOperation, SessionSave
@@ -60,6 +64,14 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, 
         case "save":
             return JSONResponse(_saved(of, found, row, str(asked["name"])))
     return failed(f"`{asked['op']}` of `{ADAPTER}` is no request of this protocol", "user")
+
+
+def render(status: int, error: Mapping[str, Any], headers: Mapping[str, str] | None) -> Response:
+    """The errors of `/api/v1`. A conflict is a 400 there: the SDK sends a 409 again for five minutes."""
+    if status in (HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY):
+        status = HTTPStatus.BAD_REQUEST
+    told = {"code": error["code"], "field": error.get("field"), "request_id": request_id.get()}
+    return ErrorResponse({"detail": error["message"], **told}, status, headers=dict(headers or {}))
 
 
 def failed(message: str, category: str) -> Response:

@@ -15,7 +15,7 @@ from api.auth.policy import Reading, Writing
 from api.deps import App
 from api.http.body import read_body
 from api.sessions.results import result
-from api.tinker import bodies, door, plain, results, runs
+from api.tinker import bases, bodies, door, plain, results, runs
 from api.tinker.door import Door
 from api.tinker.messages import read_pass
 from core.errors import NotFound
@@ -80,9 +80,9 @@ def finish(session_id: str, principal: Writing, app: App) -> Response:
 
 
 @router.get("/get_server_capabilities")
-async def capabilities(principal: Reading) -> Response:
-    """Any model that a session takes may be named; none of them is listed."""
-    return JSONResponse({"supported_models": []})
+def capabilities(principal: Reading, app: App) -> Response:
+    """Models below EFT_MODEL_ROOTS; any other one that a session takes may be named, too."""
+    return JSONResponse({"supported_models": [{"model_name": name} for name in bases.known(app.settings.model_roots)]})
 
 
 @router.post("/create_model")

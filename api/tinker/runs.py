@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from api.tinker import door
+from api.tinker import bases, door
 from api.tinker.door import Door
 from core.db.tables import SessionSave
 from core.errors import NotFound
@@ -71,7 +71,7 @@ def training_run(of: Door, found: FoundSession) -> dict[str, Any]:
         "last_request_time": _time(found.row.used_at),
         "last_checkpoint": last["weights"],
         "last_sampler_checkpoint": last["sampler_weights"],
-        "user_metadata": found.row.spec.get("metadata") or None,
+        "user_metadata": {k: v for k, v in found.row.spec.get("metadata", {}).items() if k != bases.SHOWN} or None,
     }
 
 

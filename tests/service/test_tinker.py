@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import secrets
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import update
 
 from api.auth.policy import Role, Scope
-from api.tinker import wire
+from api.tinker import bases, wire
 from core.db.engine import db_now
 from core.db.tables import Job, SessionOperation, SessionRow
 from core.jobs.lifecycle.sessions import saves
@@ -198,3 +199,24 @@ def test_noise_is_refused_and_never_a_fault_of_ours(here: World, boss: Caller, r
                 reply = here.ask("POST", f"/api/v1/{route}", boss.key, content=content)
                 assert reply.status_code in (200, 400, 404, 408), (route, field, value, reply.text)
                 assert reply.status_code in (200, 408) or reply.json()["detail"]
+
+
+def test_a_sampler_of_the_same_base_needs_no_session_of_its_own(here: World, boss: Caller, run: str) -> None:
+    session = run.partition(":")[0]
+    wish = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    made = send(here, boss, "create_sampling_session", wish).json()["sampling_session_id"]
+    about = here.ask("GET", f"/api/v1/sessions/{session}", boss.key).json()
+    assert about == {"training_run_ids": [run], "sampler_ids": []}
+    shown = here.ask("GET", f"/api/v1/samplers/{made}", boss.key).json()
+    assert shown == {"sampler_id": made, "base_model": MODEL}
+
+
+def test_a_folder_below_the_roots_has_a_name(tmp_path: Path) -> None:
+    for folder in ("Qwen/Qwen3-4B", "tiny", "not one", ".hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    assert bases.known([tmp_path, tmp_path / "none"]) == ["tiny", "Qwen/Qwen3-4B"]
+    local = bases.named([tmp_path], "Qwen/Qwen3-4B:peft:262144")
+    assert local.model == str(tmp_path / "Qwen/Qwen3-4B") and local.shown == "Qwen/Qwen3-4B:peft:262144"
+    for name in ("other/model", "../tiny", ".hidden", "/etc", "tiny/..", "x" * 300):
+        assert bases.named([tmp_path], name).model == name

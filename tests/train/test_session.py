@@ -100,6 +100,10 @@ A, OLD = [0.5, -1.0, 2.0, 0.25, -0.5, 0.0], [-5.0, -5.6, -5.4, -5.7, -5.5, 0.0]
         ({"type": "ppo", "clip_low": 0.9, "clip_high": 1.1}, {"advantages": A, "logprobs": OLD}),
         ({"type": "cispo", "clip_high": 1.1}, {"advantages": A, "logprobs": OLD}),
         ({"type": "dro", "beta": 0.3}, {"advantages": A, "logprobs": OLD}),
+        (
+            {"type": "gspo", "clip_low": 0.9, "clip_high": 1.1},
+            {"advantages": A, "logprobs": OLD, "sequence_ratio_mask": [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]},
+        ),
         ({"type": "custom"}, {"gradients": A}),
     ],
     ids=lambda value: value.get("type", "") if "type" in value else "",
@@ -125,6 +129,11 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula_in_torch(
             expected = -torch.minimum(ratio * given["advantages"], ratio.clamp(0.9, 1.1) * given["advantages"])
         case "cispo":
             expected = -ratio.clamp(0.8, 1.1).detach() * given["advantages"] * logp
+        case "gspo":
+            mask = given["sequence_ratio_mask"]
+            of_all = torch.exp(((logp.detach() - given["logprobs"]) * mask).sum() / mask.sum())
+            ratio = of_all * torch.exp(logp - logp.detach())
+            expected = -torch.minimum(ratio * given["advantages"], ratio.clamp(0.9, 1.1) * given["advantages"])
         case "dro":
             expected = -(given["advantages"] * logp - 0.15 * (logp - given["logprobs"]) ** 2)
         case _:

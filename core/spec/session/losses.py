@@ -44,6 +44,18 @@ class CISPO(SpecModel):
     """Upper bound of the clipped ratio."""
 
 
+class GSPO(SpecModel):
+    """-min(r A, clip(r) A) with r = s exp(log p - sg(log p)): the value of s, which is exp of the mean of
+    sg(log p) - log p_old over the tokens of an example whose `sequence_ratio_mask` is not 0, and the gradient of each
+    token (GSPO-token; Zheng et al. 2025, arXiv:2507.18071). Data as for `importance_sampling`, and that mask."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: Epsilon = 0.9997
+    """Lower bound of the clipped ratio."""
+    clip_high: Epsilon = 1.0004
+    """Upper bound of the clipped ratio."""
+
+
 class DRO(SpecModel):
     """-(A log p - β/2 (log r)²) (Richemond et al. 2024, arXiv:2405.19107). Data as for `importance_sampling`."""
 
@@ -68,5 +80,5 @@ class Custom(SpecModel):
     type: Literal["custom"] = "custom"
 
 
-Losses = CrossEntropy | ImportanceSampling | PPO | CISPO | DRO | DPOPairs | Custom
+Losses = CrossEntropy | ImportanceSampling | PPO | CISPO | GSPO | DRO | DPOPairs | Custom
 SessionLoss = Annotated[Losses, Field(discriminator="type"), short_form(by_type)]

@@ -18,7 +18,7 @@ from core.train.batch import IGNORE_INDEX, Batch
 from core.train.session.faults import BadOperation
 
 NO_TARGET = -100
-NUMBERS = ("weights", "logprobs", "advantages", "gradients")
+NUMBERS = ("weights", "logprobs", "advantages", "sequence_ratio_mask", "gradients")
 """Arrays of float32, one number a token."""
 
 

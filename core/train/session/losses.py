@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.spec.session.losses import CISPO, DRO, PPO, CrossEntropy, Custom, DPOPairs, ImportanceSampling, Losses
+from core.spec.session.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, Custom, DPOPairs, ImportanceSampling, Losses
 from core.train.batch import Batch
 from core.train.session.examples import SessionExample
 from core.train.session.faults import BadOperation
@@ -21,6 +21,8 @@ def check_loss(loss: Losses, examples: list[SessionExample]) -> None:
             needs, takes = set[str](), {"weights"}
         case ImportanceSampling() | PPO() | CISPO() | DRO():
             needs, takes = {"logprobs", "advantages"}, {"logprobs", "advantages"}
+        case GSPO():
+            needs = takes = {"logprobs", "advantages", "sequence_ratio_mask"}
         case DPOPairs():
             needs, takes = {"logprobs"}, {"logprobs"}
             if len(examples) % 2:
@@ -55,6 +57,10 @@ def loss_sum(loss: Losses, logprobs: Tensor, batch: Batch) -> Tensor:
         case CISPO(clip_low=low, clip_high=high):
             ratio = torch.exp(logprobs - values["logprobs"]).clamp(low, high).detach()
             return -(ratio * values["advantages"] * logprobs).sum()
+        case GSPO(clip_low=low, clip_high=high):
+            ratio = _of_sequences(logprobs, batch) * torch.exp(logprobs - logprobs.detach())
+            advantages = values["advantages"]
+            return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
         case DRO(beta=beta):
             gap = logprobs - values["logprobs"]
             return -(logprobs * values["advantages"] - beta / 2 * gap.square()).sum()
@@ -66,3 +72,15 @@ def loss_sum(loss: Losses, logprobs: Tensor, batch: Batch) -> Tensor:
             return (logprobs * values["gradients"]).sum()
         case _ as never:
             assert_never(never)
+
+
+def _of_sequences(logprobs: Tensor, batch: Batch) -> Tensor:
+    """The ratio of each target's example, without gradient: exp of the mean of log p - log p_old over its mask. 1 where
+    the mask is empty."""
+    counts, mask = batch.label_counts(), batch.token_values["sequence_ratio_mask"]
+    gaps = (logprobs.detach() - batch.token_values["logprobs"]) * mask
+    means = [
+        gap.sum() / kept.sum().clamp(min=1e-30) if len(gap) else gap.sum()
+        for gap, kept in zip(torch.split(gaps, counts), torch.split(mask, counts), strict=True)
+    ]
+    return torch.exp(torch.stack(means)).repeat_interleave(torch.tensor(counts, device=logprobs.device))

@@ -84,9 +84,11 @@ def rest(service: tinker.ServiceClient, training: tinker.TrainingClient, saved: 
     """Losses of reinforcement learning, a refused request, a sampler by its path, and a model that is resumed."""
     data, before = [datum(row) for row in ROWS], logprobs(training, ROWS)
     next_losses = [next_loss(training, data)]
-    drawn = datum(ROWS[0], logprobs=before[0], advantages=[1.0, -1.0, 0.5, 2.0, 1.0])
+    numbers = {"logprobs": before[0], "advantages": [1.0, -1.0, 0.5, 2.0, 1.0]}
     rewarded = {}
-    for name in ("importance_sampling", "ppo", "cispo", "dro"):
+    for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
+        mask = {"sequence_ratio_mask": [1.0] * 5} if name == "gspo" else {}
+        drawn = datum(ROWS[0], **numbers, **mask)
         rewarded[name] = training.forward_backward([drawn], name).result().metrics["loss:sum"]
     refused = ""
     try:
@@ -142,6 +144,38 @@ def kept(service: tinker.ServiceClient, training: tinker.TrainingClient, saved: 
     }
 
 
+def custom(training: tinker.TrainingClient) -> dict[str, Any]:
+    """A loss of the caller's in torch, and the norm of its gradient; the same by weights of cross-entropy."""
+
+    def squares(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        total = sum((one**2).sum() for one in logprobs)
+        return total, {"squares:sum": float(total)}
+
+    still = types.AdamParams(learning_rate=0.0)
+    training.optim_step(still).result()  # of what was in the window
+    found = logprobs(training, ROWS)
+    plain = [
+        types.Datum(model_input=one.model_input, loss_fn_inputs={"target_tokens": one.loss_fn_inputs["target_tokens"]})
+        for one in map(datum, ROWS)
+    ]
+    told = training.forward_backward_custom(plain, squares).result()
+    norms = [training.optim_step(still).result().metrics["grad_norm"]]
+    weighted = [datum(row) for row in ROWS]
+    for one, of_row in zip(weighted, found, strict=True):
+        one.loss_fn_inputs["weights"] = types.TensorData(data=[-2 * value for value in of_row], dtype="float32")
+    training.forward_backward(weighted, "cross_entropy").result()
+    norms.append(training.optim_step(still).result().metrics["grad_norm"])
+    return {"metrics": told.metrics, "expected": sum(value**2 for row in found for value in row), "norms": norms}
+
+
+def of_base(service: tinker.ServiceClient, model: str) -> dict[str, Any]:
+    """A sampler over a base model that is named by its folder below EFT_MODEL_ROOTS."""
+    sampler = service.create_sampling_client(base_model=model.rsplit("/", 1)[-1])
+    found = sampler.compute_logprobs(types.ModelInput.from_ints(ROWS[0])).result()
+    offered = [one.model_name for one in service.get_server_capabilities().supported_models]
+    return {"of_base": found, "named": sampler.get_base_model(), "offered": offered}
+
+
 def wait(step: int) -> None:
     print(f"sent {step}", flush=True)
     sys.stdin.readline()
@@ -156,6 +190,8 @@ def main(model: str, what: str) -> dict[str, Any]:
     if what == "whole":
         told |= rest(service, training, told["saved"])
         told["kept"] = kept(service, training, told["saved"])
+        told["custom"] = custom(training)
+        told |= of_base(service, model)
     elif what == "common":
         told["next"] = [next_loss(training, [datum(row) for row in ROWS])]
         resumed = service.create_training_client_from_state_with_optimizer(told["saved"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -32,12 +33,23 @@ def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[
 def started(service: Service, models: Path, what: str, version: str | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [str(tinker_sdk.python(version)), str(LOOP), str(models / "tiny"), what],
-        env=tinker_sdk.environment(service),
+        env=tinker_sdk.environment(service) | ({"PYTHONPATH": str(torch_alone(service))} if what == "whole" else {}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=(service.folder / f"{what}.log").open("w"),
         text=True,
     )
+
+
+def torch_alone(service: Service) -> Path:
+    """A folder with torch, for losses of the caller's; the SDK's environment has the rest."""
+    folder = service.folder / "torch"
+    folder.mkdir(exist_ok=True)
+    for name in ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe"):
+        found = importlib.util.find_spec(name)
+        if found is not None and found.origin is not None:
+            (folder / name).symlink_to(Path(found.origin).parent)
+    return folder
 
 
 def ended(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
@@ -81,6 +93,18 @@ def test_the_sampler_has_the_log_probabilities_of_training(told: dict[str, Any])
     for sampler, training in (("of_prompt", told["logprobs"][0]), ("from_path", told["then"])):
         assert told[sampler][0] is None
         assert told[sampler][1:] == pytest.approx(training, abs=3e-6, rel=0)
+
+
+def test_a_loss_of_the_callers_in_torch(told: dict[str, Any]) -> None:
+    custom = told["custom"]
+    assert custom["metrics"]["loss:sum"] == pytest.approx(custom["expected"], rel=1e-6)
+    assert custom["norms"][0] == pytest.approx(custom["norms"][1], rel=1e-6) and custom["norms"][0] > 1
+
+
+def test_a_base_alone_is_sampled_by_its_name(told: dict[str, Any], models: Path) -> None:
+    assert told["offered"] == [path.name for path in sorted(models.iterdir()) if (path / "config.json").is_file()]
+    assert told["named"] == "tiny" and told["of_base"][0] is None
+    assert len(told["of_base"]) == 6 and told["of_base"] != told["of_prompt"]
 
 
 def test_what_was_saved_is_listed_and_goes(told: dict[str, Any]) -> None:
