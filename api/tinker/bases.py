@@ -16,26 +16,26 @@ _NAME = re.compile(rf"{_PART}(/{_PART}){{0,2}}")
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class NamedBase:
     model: Any
     """As a session takes it."""
     shown: str
 
 
-def named(roots: Iterable[Path], name: str) -> Base:
+def named(roots: Iterable[Path], name: str) -> NamedBase:
     """The model of a name. `org/model:peft:262144` is `org/model`: a length of context changes nothing here."""
     plain = name.partition(":")[0]
     if _NAME.fullmatch(plain):
         for root in roots:
             if (root / plain / "config.json").is_file():
-                return Base(str(root / plain), name)
-    return Base(plain, name)
+                return NamedBase(str(root / plain), name)
+    return NamedBase(plain, name)
 
 
-def of_session(spec: Mapping[str, Any]) -> Base:
+def of_session(spec: Mapping[str, Any]) -> NamedBase:
     """The model of a session that is there."""
     model = spec["model"]
-    return Base(model, str(spec.get("metadata", {}).get(SHOWN) or model.get("path") or model.get("id")))
+    return NamedBase(model, str(spec.get("metadata", {}).get(SHOWN) or model.get("path") or model.get("id")))
 
 
 def known(roots: Iterable[Path]) -> list[str]:

@@ -13,7 +13,7 @@ from api.deps import AppState
 from api.http.once import Once, answer
 from api.sessions.service import Sent, Sessions, checked_operation
 from api.tinker import bases, bodies, plain
-from api.tinker.bases import Base
+from api.tinker.bases import NamedBase
 from api.tinker.messages import PassRequest
 from core.db.tables import SessionSave
 from core.errors import NotFound, SpecError
@@ -199,7 +199,7 @@ class Door:
             raise SpecError("give `base_model` or `model_path`", field="base_model", code="invalid_value")
         return SamplerId(self._host(wish, bases.named(self.app.settings.model_roots, wish.base_model)))
 
-    def _host(self, wish: bodies.NewSampler, base: Base) -> str:
+    def _host(self, wish: bodies.NewSampler, base: NamedBase) -> str:
         """The session that computes for a sampler: one of this client that has the base, or a new one."""
         if _SESSION.fullmatch(wish.session_id):
             with self.app.database.read() as session:
@@ -228,7 +228,7 @@ class Door:
             for found in records.beginning(session, self.actor, named(session_id, "")):
                 records.close(session, self.actor, found.row.id)
 
-    def _open(self, session_id: str, part: str, base: Base, about: dict[str, Any] | None = None) -> str:
+    def _open(self, session_id: str, part: str, base: NamedBase, about: dict[str, Any] | None = None) -> str:
         """The session of this name, made if it is not there. The same request again is the same session."""
         if not _SESSION.fullmatch(session_id):
             raise NotFound("there is no such session: `create_session` makes one", field="session_id")
