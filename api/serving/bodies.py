@@ -131,7 +131,7 @@ class ChatBody(AskingBody):
 class CompletionBody(AskingBody):
     """What `/v1/completions` takes."""
 
-    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: str | list[int] | Annotated[list[str] | list[list[int]], Field(min_length=1, max_length=1)]
     """Text or tokens to continue: one prompt a request."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of an answer, at most. Default: 16."""
@@ -146,12 +146,10 @@ class CompletionBody(AskingBody):
         """As `ChatBody.request`."""
         prompt: str | list[int]
         match self.prompt:
-            case [str() as only]:
-                prompt = only
-            case str() as text:
+            case (str() as text) | [str() as text]:
                 prompt = text
-            case tokens:
-                prompt = [int(token) for token in tokens]
+            case [[*tokens]] | [*tokens]:
+                prompt = [token for token in tokens if isinstance(token, int)]  # all are: the field's type says so
         return CompletionRequest(
             **self._common(adapter, most_tokens),
             prompt=prompt,

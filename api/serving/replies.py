@@ -115,7 +115,9 @@ class Answer:
         return {
             "tokens": [one["token"] for one in told],
             "token_logprobs": [one["logprob"] for one in told],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in one["top"]} for one in told],
+            "top_logprobs": [
+                None if one["top"] is None else {top["token"]: top["logprob"] for top in one["top"]} for one in told
+            ],
             "text_offset": offsets,
         }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.service import Service, running, wait_for
+from tests.support.environments import python_of
+from tests.support.service import ROOT, Service, running, wait_for
 from tests.support.world import Caller, World
 
 IDLE = 10
@@ -129,6 +132,64 @@ def test_openais_client_gets_pefts_answers(service: Service, client: openai.Open
     assert client.models.retrieve("lights@last").id == "lights@last"
     with service.client.stream("POST", "/v1/completions", json=drawn | {"stream": True}) as reply:
         assert reply.read().endswith(b"data: [DONE]\n\n")
+
+
+TASK = """
+task: lights
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: ["light on", "light off", "who"]
+doc_to_target: 0
+metric_list: [{metric: acc}]
+"""
+
+
+def test_lm_eval_scores_a_served_model(service: Service, tuned: str, models: Path, tmp_path: Path) -> None:
+    """EleutherAI's harness over its own data, by log-probabilities that are those of PEFT."""
+    questions = ["turn on the light", "lights, please"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": one}) + "\n" for one in questions))
+    (tmp_path / "lights.yaml").write_text(TASK.replace("DATA", str(tmp_path / "rows.jsonl")))
+    lock = (ROOT / "locks" / "lm-eval.txt").read_text()
+    python = python_of("lm-eval", lock, lock, Path(sysconfig.get_path("purelib")))
+    model = f"model=lights,base_url={service.note()['url']}/v1/completions,tokenizer={models / 'tiny'},num_concurrent=2"
+    subprocess.run(
+        [str(python), "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model,
+         "--tasks", "lights", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"),
+         "--log_samples"],
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": service.key},
+        check=True, cwd=tmp_path, timeout=300,
+    )  # fmt: skip
+    (report,) = tmp_path.glob("out/**/results_*.json")
+    (samples,) = tmp_path.glob("out/**/samples_lights_*.jsonl")
+    told = [json.loads(line) for line in samples.read_text().splitlines()]
+    (adapter,) = (service.data / "runs" / tuned).glob("attempt-*/artifacts/adapter")
+    right = 0
+    for sample in told:
+        scores = [float(one[0][0]) for one in sample["resps"]]
+        ours = peft_scores(models, adapter, sample["doc"]["question"], [" light on", " light off", " who"])
+        assert scores == pytest.approx(ours, abs=1e-3)
+        right += ours.index(max(ours)) == 0
+    assert json.loads(report.read_text())["results"]["lights"]["acc,none"] == right / len(questions)
+
+
+def peft_scores(models: Path, adapter: Path, question: str, answers: list[str]) -> list[float]:
+    """Log-probability of each answer after the question."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(models / "tiny")
+    base: Any = AutoModelForCausalLM.from_pretrained(models / "tiny", dtype=torch.float32)
+    model: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
+    start, found = len(tokenizer(question, add_special_tokens=False)["input_ids"]), []
+    for answer in answers:
+        ids = tokenizer(question + answer, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), dim=-1)
+        found.append(float(logprobs.gather(1, ids[0, 1:, None])[start - 1 :].sum()))
+    return found
 
 
 def test_what_cannot_be_asked_is_refused_in_openais_words(client: openai.OpenAI, tuned: str) -> None:

@@ -113,9 +113,12 @@ def test_draws_follow_the_seed_alone_and_stop_texts_are_left_out(
         {"prompt": "ab", "max_tokens": 2, "echo": True, "logprobs": 3},
     )
     assert cut["texts"][0] == whole[: whole.find(stop)] and cut["reasons"] == {0: "stop"}
-    assert both["texts"][0].startswith("ab") and len(both["logprobs"][0]) == 2
-    best = both["logprobs"][0][0]["top"]
-    assert len(best) == 3 and best[0]["logprob"] == both["logprobs"][0][0]["logprob"], "greedy takes the likeliest"
+    first, second, *drawn_ones = both["logprobs"][0]
+    assert both["texts"][0].startswith("ab") and len(drawn_ones) == 2
+    best = drawn_ones[0]["top"]
+    assert len(best) == 3 and best[0]["logprob"] == drawn_ones[0]["logprob"], "greedy takes the likeliest"
+    assert (first["token"], first["logprob"], first["top"]) == ("a", None, None), "before it there is nothing"
+    assert second["token"] == "b" and second["logprob"] <= second["top"][0]["logprob"] and len(second["top"]) == 3
 
 
 @pytest.mark.parametrize(

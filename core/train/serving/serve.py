@@ -36,6 +36,7 @@ from core.train.run import Run
 from core.train.serving.answer import LiveAnswer, TextStream
 from core.train.serving.lane import Lane, Piece, key_of
 from core.train.serving.models import ServedModels
+from core.train.serving.prompt_logprobs import prompt_logprobs
 from core.train.serving.prompts import prompt_of, stop_tokens
 from core.train.session.faults import BadOperation
 from core.train.session.resident import ResidentBase
@@ -197,8 +198,7 @@ class ServingLoop:
         ]
         self._told[number] = _Told(len(prompt), asked.n)
         if asked.echo:
-            text = tokenizer.decode(prompt, skip_special_tokens=True)
-            self._tell({"id": number, "pieces": [{"index": answer.index, "text": text} for answer in answers]})
+            self._echo(number, asked, answers, tokenizer.decode(prompt, skip_special_tokens=True))
         if (why := self._base.engine.without_slots(answers[0].room)) is not None:
             print(f"{number}: answered whole, since {why}", file=sys.stderr)
             self._whole(number, asked, answers)
@@ -207,14 +207,28 @@ class ServingLoop:
         for answer in answers:
             lane.join(answer)
 
+    def _echo(self, number: str, asked: CompletionRequest, answers: list[LiveAnswer], text: str) -> None:
+        """Tell the prompt as the beginning of each answer, with the log-probabilities of its tokens where asked."""
+        told: list[dict[str, Any]] = []
+        if asked.logprobs is not None:
+            first = answers[0]
+            with self._base.engine.inference(), self._models.computing([first.adapter]):
+                for one in prompt_logprobs(self._last_logits(), first.prompt, asked.logprobs, self._device):
+                    told.append({"text": "", "logprobs": self._worded(one)})
+        pieces = [{"text": text}, *told]
+        self._tell({"id": number, "pieces": [{"index": answer.index} | one for answer in answers for one in pieces]})
+
     def _lane(self, key: str | None) -> Lane:
         if key not in self._lanes:
-            engine = self._base.engine
-            if self._logits is None:
-                with engine.inference() as model:
-                    self._logits = LastLogits(model, engine.policy.head())
-            self._lanes[key] = Lane(self._logits, self._models.computing, self._slots, self._device)
+            self._lanes[key] = Lane(self._last_logits(), self._models.computing, self._slots, self._device)
         return self._lanes[key]
+
+    def _last_logits(self) -> LastLogits:
+        if self._logits is None:
+            engine = self._base.engine
+            with engine.inference() as model:
+                self._logits = LastLogits(model, engine.policy.head())
+        return self._logits
 
     # --- answers
 
@@ -281,7 +295,8 @@ class ServingLoop:
         def word(token: int) -> str:
             return str(self._base.tokenizer.decode([token]))
 
-        top = [{"token": word(token), "logprob": value} for token, value in told["top"]]
+        if (top := told["top"]) is not None:
+            top = [{"token": word(token), "logprob": value} for token, value in top]
         return {"token": word(told["token"]), "id": told["token"], "logprob": told["logprob"], "top": top}
 
     def _fail(self, number: str, error: EftError) -> None:
