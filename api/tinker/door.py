@@ -122,7 +122,8 @@ class Door:
             "model": ADAPTER,
             "loss": _loss(asked.loss, asked.options),
         }
-        return self._send(host, asked.seq_id, operation, _arrays(asked))
+        columns = {name.replace("target_tokens", "targets"): wide for name, wide in asked.columns.items() if wide}
+        return self._send(host, asked.seq_id, operation, _arrays(asked), columns=columns)
 
     def step(self, wish: bodies.StepWish) -> str:
         adam = wish.adam_params
@@ -257,8 +258,9 @@ class Door:
         operation: dict[str, Any],
         arrays: dict[str, list[float]] | None = None,
         lane: str | None = None,
+        columns: dict[str, int] | None = None,
     ) -> str:
-        body = tensors.pack(arrays) if arrays else b""
+        body = tensors.pack(arrays, columns=columns) if arrays else b""
         position = self.sessions.accept(self.actor, host, Sent(seq, checked_operation(operation), body, lane))
         return f"{host}.{position}"
 
@@ -310,8 +312,9 @@ def _arrays(asked: PassRequest) -> dict[str, list[float]]:
             words = f"datum {place} has other loss_fn_inputs than the first one"
             raise SpecError(words, field=f"data.{place}.loss_fn_inputs", code="invalid_value")
         for name, values in inputs.items():
-            if len(values) != len(row):
-                words = f"datum {place}: `{name}` has {len(values)} numbers, and the input {len(row)} tokens"
+            count = len(values) // (asked.columns.get(name) or 1)
+            if count != len(row):
+                words = f"datum {place}: `{name}` is of {count} tokens, and the input has {len(row)}"
                 raise SpecError(words, field=f"data.{place}.loss_fn_inputs.{name}", code="invalid_value")
             arrays[name] += values
         arrays["tokens"] += row

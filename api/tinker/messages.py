@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from api.tinker import wire
@@ -13,6 +14,13 @@ from core.errors import SpecError
 
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _CODES = {_FLOAT32: "f", _INT64: "q", _INT32: "i"}
+
+
+MOST_CELLS = 1 << 22
+"""Numbers of one tensor when it is written out."""
+
+Numbers = tuple[list[float], int]
+"""Values in rows, and how many a row has; 0: a flat list."""
 
 
 @dataclass(slots=True)
@@ -26,6 +34,18 @@ class PassRequest:
     forward_only: bool = False
     rows: list[list[int]] = field(default_factory=list)
     inputs: list[dict[str, list[float]]] = field(default_factory=list)
+    columns: dict[str, int] = field(default_factory=dict)
+    """Numbers of a token in inputs that have two dimensions, the same in all data."""
+
+    def add(self, row: list[int], inputs: Mapping[str, Numbers]) -> None:
+        """One more datum. SpecError where an input has another width than in those before."""
+        place = len(self.rows)
+        for name, (_, wide) in inputs.items():
+            if (self.columns.setdefault(name, wide) if place == 0 else self.columns.get(name, wide)) != wide:
+                words = f"datum {place}: `{name}` has {wide} columns, and {self.columns[name]} in the first datum"
+                raise SpecError(words, field=f"data.{place}.loss_fn_inputs.{name}", code="invalid_value")
+        self.rows.append(row)
+        self.inputs.append({name: values for name, (values, _) in inputs.items()})
 
 
 def read_pass(body: bytes) -> PassRequest:
@@ -38,9 +58,7 @@ def read_pass(body: bytes) -> PassRequest:
             case 2:
                 found.seq_id = wire.whole(value)
             case 3:
-                row, inputs = _datum(wire.sub(value), len(found.rows))
-                found.rows.append(row)
-                found.inputs.append(inputs)
+                found.add(*_datum(wire.sub(value), len(found.rows)))
             case 4:
                 found.loss = wire.text(value)
             case 5:
@@ -61,8 +79,8 @@ def _option(body: bytes) -> float | str:
     return 0.0
 
 
-def _datum(body: bytes, place: int) -> tuple[list[int], dict[str, list[float]]]:
-    row, inputs = list[int](), dict[str, list[float]]()
+def _datum(body: bytes, place: int) -> tuple[list[int], dict[str, Numbers]]:
+    row, inputs = list[int](), dict[str, Numbers]()
     for number, value in wire.fields(body):
         if number == 1:
             for kind, chunk in wire.fields(wire.sub(value)):
@@ -80,26 +98,62 @@ def _datum(body: bytes, place: int) -> tuple[list[int], dict[str, list[float]]]:
     return row, inputs
 
 
-def _tensor(body: bytes, where: str) -> list[float]:
-    code, raw, shape = "f", b"", list[int]()
+def _tensor(body: bytes, where: str) -> Numbers:
+    code, raw, sparse, shape = "f", b"", None, list[int]()
     for number, value in wire.fields(body):
         match number:
             case 1:
                 raw = wire.sub(value)
             case 2:
-                raise SpecError(
-                    f"{where}: sparse tensors are not taken yet; send it dense", field=where, code="invalid_value"
-                )
+                parts = {key: wire.sub(part) for key, part in wire.fields(wire.sub(value))}
+                raw, sparse = parts.get(1, b""), (parts.get(2, b""), parts.get(3, b""))
             case 3:
                 if (code := _CODES.get(wire.whole(value), "")) == "":
                     raise SpecError(f"{where}: its type is float32 or int64", field=where, code="invalid_value")
             case 4:
                 shape += wire.integers(value)
-    if len(shape) > 1:
-        raise SpecError(
-            f"{where}: one number a token is taken; this has shape {shape}", field=where, code="invalid_value"
+    values = [*_array(code, raw)]
+    indices = None if sparse is None else tuple([int(one) for one in _array("q", part)] for part in sparse)
+    return numbers(values, shape, indices, where)
+
+
+def numbers(
+    values: list[float], shape: Sequence[int], indices: tuple[Sequence[int], ...] | None, where: str
+) -> Numbers:
+    """A tensor of one or two dimensions, written out. `indices`: those of rows and columns, of a sparse one (CSR)."""
+    if len(shape) > 2 or any(not 0 < size <= MOST_CELLS for size in shape) or math.prod(shape) > MOST_CELLS:
+        words = (
+            f"{where}: a tensor has one or two dimensions and {MOST_CELLS:,} numbers at most; this has {list(shape)}"
         )
-    return [*_array(code, raw)]
+        raise SpecError(words, field=where, code="invalid_value")
+    wide = shape[1] if len(shape) == 2 else 0
+    if indices is not None:
+        values = _written_out(values, shape, *indices, where=where)
+    if shape and len(values) != math.prod(shape):
+        words = f"{where}: {len(values)} numbers are not of shape {list(shape)}"
+        raise SpecError(words, field=where, code="invalid_value")
+    return values, wide
+
+
+def _written_out(
+    values: list[float], shape: Sequence[int], rows: Sequence[int], columns: Sequence[int], *, where: str
+) -> list[float]:
+    whole = (
+        len(shape) == 2
+        and len(rows) == shape[0] + 1
+        and rows[0] == 0
+        and rows[-1] == len(values) == len(columns)
+        and all(one <= other for one, other in pairwise(rows))
+        and all(0 <= column < shape[1] for column in columns)
+    )
+    if not whole:
+        words = f"{where}: its indices of rows and columns are those of no sparse tensor of shape {list(shape)}"
+        raise SpecError(words, field=where, code="invalid_value")
+    found: list[float] = [0] * math.prod(shape)
+    for row, (begin, end) in enumerate(pairwise(rows)):
+        for at in range(begin, end):
+            found[row * shape[1] + columns[at]] = values[at]
+    return found
 
 
 def _array(code: str, raw: bytes) -> Sequence[float]:
@@ -110,12 +164,15 @@ def _array(code: str, raw: bytes) -> Sequence[float]:
     return found
 
 
-def pass_output(lengths: Sequence[int], logprobs: Sequence[float], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput: `logprobs` one after another, `lengths` each."""
+def pass_output(
+    lengths: Sequence[int], logprobs: Sequence[float], metrics: Mapping[str, float], wide: int = 0
+) -> bytes:
+    """A ForwardBackwardOutput: `logprobs` one after another, `lengths` each, or so many rows of `wide`."""
     offsets = array("q", [0])
     for length in lengths:
-        offsets.append(offsets[-1] + 4 * length)
-    tensor = wire.message((1, array("f", logprobs).tobytes()), (2, offsets.tobytes()), (3, _FLOAT32))
+        offsets.append(offsets[-1] + 4 * length * (wide or 1))
+    trailing = [(4, wire.packed([wide]))] if wide else []
+    tensor = wire.message((1, array("f", logprobs).tobytes()), (2, offsets.tobytes()), (3, _FLOAT32), *trailing)
     record = wire.message((1, "TensorData"), (2, wire.message((1, "logprobs"), (2, tensor))), (3, len(lengths)))
     told = [(3, wire.message((1, name), (2, float(value)))) for name, value in metrics.items()]
     return wire.message((1, "ArrayRecord"), (2, record), *told)

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from pydantic import AliasChoices, Field
 
 from api.tinker.bodies import Lenient, Number, parsed
-from api.tinker.messages import PassRequest
+from api.tinker.messages import Numbers, PassRequest, numbers
 from core.errors import SpecError
 
 
@@ -20,6 +20,7 @@ class PlainTensor(Lenient):
     dtype: Literal["float32", "int64"]
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
 
 
 class PlainInput(Lenient):
@@ -47,13 +48,11 @@ def read_pass(forward_only: bool, body: bytes) -> PassRequest:
     """Raises SpecError for what is no such request."""
     sent = parsed(PlainForward, body)
     asked = sent.asked
-    rows, inputs = list[list[int]](), list[dict[str, list[float]]]()
+    found = PassRequest(sent.model_id, sent.seq_id, asked.loss_fn, dict(asked.loss_fn_config or {}), forward_only)
     for place, one in enumerate(asked.data):
-        rows.append(tokens(one.model_input.chunks, f"data.{place}.model_input.chunks"))
-        inputs.append({name: _values(name, tensor, place) for name, tensor in one.loss_fn_inputs.items()})
-    return PassRequest(
-        sent.model_id, sent.seq_id, asked.loss_fn, dict(asked.loss_fn_config or {}), forward_only, rows, inputs
-    )
+        row = tokens(one.model_input.chunks, f"data.{place}.model_input.chunks")
+        found.add(row, {name: _values(name, tensor, place) for name, tensor in one.loss_fn_inputs.items()})
+    return found
 
 
 def tokens(chunks: Sequence[Mapping[str, Any]], where: str) -> list[int]:
@@ -68,25 +67,27 @@ def tokens(chunks: Sequence[Mapping[str, Any]], where: str) -> list[int]:
     return row
 
 
-def _values(name: str, tensor: PlainTensor, place: int) -> list[float]:
-    where = f"data.{place}.loss_fn_inputs.{name}"
-    if tensor.sparse_crow_indices is not None or len(tensor.shape or []) > 1:
-        words = f"{where}: one number a token is taken, dense; this has shape {tensor.shape}"
-        raise SpecError(words, field=where, code="invalid_value")
+def _values(name: str, tensor: PlainTensor, place: int) -> Numbers:
+    where, values = f"data.{place}.loss_fn_inputs.{name}", tensor.data
     if tensor.dtype == "int64":
-        if any(value != int(value) for value in tensor.data):
+        if any(value != int(value) for value in values):
             raise SpecError(f"{where}: these are no whole numbers", field=where, code="invalid_value")
-        return [int(value) for value in tensor.data]
-    return tensor.data
+        values = [int(value) for value in values]
+    crow = tensor.sparse_crow_indices
+    indices = None if crow is None else (crow, tensor.sparse_col_indices or [])
+    return numbers(values, tensor.shape or [], indices, where)
 
 
-def pass_answer(lengths: Sequence[int], logprobs: Sequence[float], metrics: Mapping[str, float]) -> Response:
-    """A ForwardBackwardOutput."""
+def pass_answer(
+    lengths: Sequence[int], logprobs: Sequence[float], metrics: Mapping[str, float], wide: int = 0
+) -> Response:
+    """A ForwardBackwardOutput; `wide`: log-probabilities of a token, where it has several targets."""
     outputs, at = [], 0
     for length in lengths:
-        part = [*logprobs[at : at + length]]
-        outputs.append({"logprobs": {"data": part, "dtype": "float32", "shape": [length]}})
-        at += length
+        part = [*logprobs[at : at + length * (wide or 1)]]
+        shape = [length, wide] if wide else [length]
+        outputs.append({"logprobs": {"data": part, "dtype": "float32", "shape": shape}})
+        at += len(part)
     return _reply({"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(metrics)})
 
 

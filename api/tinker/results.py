@@ -38,11 +38,12 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, 
         case "forward" | "forward_backward":
             sent = log.tensors_path(of.app.layout.session(row.session_id), row.position).read_bytes()
             lengths = [int(one) for one in tensors.unpack(sent)["lengths"]]  # the result has none
+            wide = sum(tensors.split(sent)[0]["targets"]["shape"][1:])
             logprobs = tensors.unpack(body)["logprobs"]
             metrics = {"loss:sum": float(result["loss"])}
             if not packed:
-                return plain.pass_answer(lengths, logprobs, metrics)
-            return Response(messages.pass_output(lengths, logprobs, metrics), media_type=PROTOBUF)
+                return plain.pass_answer(lengths, logprobs, metrics, wide)
+            return Response(messages.pass_output(lengths, logprobs, metrics, wide), media_type=PROTOBUF)
         case "generate":
             arrays = tensors.unpack(body)
             answers, of_prompt = _sampled(result, arrays), arrays.get("prompt_logprobs")

@@ -12,9 +12,10 @@ import pytest
 from sqlalchemy import update
 
 from api.auth.policy import Role, Scope
-from api.tinker import bases, wire
+from api.tinker import bases, messages, wire
 from core.db.engine import db_now
 from core.db.tables import Job, SessionOperation, SessionRow
+from core.errors import SpecError
 from core.jobs.lifecycle.sessions import saves
 from tests.support.world import MODEL, Caller, World
 
@@ -220,3 +221,25 @@ def test_a_folder_below_the_roots_has_a_name(tmp_path: Path) -> None:
     assert local.model == str(tmp_path / "Qwen/Qwen3-4B") and local.shown == "Qwen/Qwen3-4B:peft:262144"
     for name in ("other/model", "../tiny", ".hidden", "/etc", "tiny/..", "x" * 300):
         assert bases.named([tmp_path], name).model == name
+
+
+def test_sparse_tensors_are_written_out_or_refused() -> None:
+    found, wide = messages.numbers([5, 6, 7], [2, 4], ([0, 2, 3], [1, 3, 0]), "x")
+    assert wide == 4 and found == [0, 5, 0, 6, 7, 0, 0, 0]
+    wrong: list[tuple[list[int], tuple[list[int], list[int]]]] = [
+        ([2, 4], ([0, 2, 3], [1, 3, 4])),
+        ([2, 4], ([0, 2, 3], [1, -1, 0])),
+        ([2, 4], ([0, 3, 2], [1, 3, 0])),
+        ([2, 4], ([1, 2, 3], [1, 3, 0])),
+        ([2, 4], ([0, 3], [1, 3, 0])),
+        ([2, 4], ([], [])),
+        ([6], ([0, 3], [1, 3, 0])),
+        ([2, 0], ([0, 2, 3], [1, 3, 0])),
+        ([2**40, 2**40], ([0, 2, 3], [1, 3, 0])),
+        ([2, 2, 2], ([0, 2, 3], [1, 3, 0])),
+    ]
+    for shape, indices in wrong:
+        with pytest.raises(SpecError):
+            messages.numbers([5, 6, 7], shape, indices, "x")
+    with pytest.raises(SpecError):
+        messages.numbers([5, 6, 7], [2, 2], None, "x")

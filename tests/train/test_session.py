@@ -150,6 +150,27 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula_in_torch(
         assert torch.allclose(value, theirs[key], rtol=1e-3, atol=1e-5), key
 
 
+def test_several_targets_of_a_token_are_as_many_passes_with_one(child: InThread) -> None:
+    """Log-probabilities, loss and gradient are those of each column alone, added up."""
+    arrays = examples(*ROWS)
+    total = len(arrays["tokens"])
+    numbers = np.random.default_rng(1)
+    targets = numbers.integers(0, 200, (total, 3)).astype(np.int32)
+    weights = numbers.normal(size=(total, 3)).astype(np.float32)
+    result, found = child.ask("forward_backward", {**arrays, "targets": targets, "weights": weights}, model="a")
+    norm = child.ask("step", model="a", learning_rate=0.0)[0]["grad_norm"]
+    loss = 0.0
+    for column in range(3):
+        alone = {**arrays, "targets": targets[:, column].copy(), "weights": weights[:, column].copy()}
+        one, logprobs = child.ask("forward_backward", alone, model="a")
+        loss += one["loss"]
+        assert np.allclose(found["logprobs"].reshape(total, 3)[:, column], logprobs["logprobs"], atol=1e-5)
+    assert result["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-3)
+    assert child.ask("step", model="a", learning_rate=0.0)[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    header, _ = child.answer("forward", {**arrays, "targets": targets}, model="a")
+    assert header["error"]["field"] == "weights"
+
+
 def test_pairs_of_dpo_are_those_of_the_formula(child: InThread) -> None:
     old = [-5.0] * len(ROWS[0]) + [-5.0] * len(ROWS[1])
     result, found = child.ask(

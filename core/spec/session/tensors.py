@@ -1,4 +1,4 @@
-"""Flat arrays in safetensors' form, without a library: the bodies of operations."""
+"""Arrays in safetensors' form, without a library: the bodies of operations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ WHOLE = frozenset({"tokens", "lengths", "targets"})
 _CODES = {"I32": "i", "F32": "f"}
 
 
-def pack(arrays: Mapping[str, Sequence[float]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Make a body of lists of numbers. SpecError for what is not one."""
+def pack(
+    arrays: Mapping[str, Sequence[float]],
+    metadata: Mapping[str, str] | None = None,
+    columns: Mapping[str, int] | None = None,
+) -> bytes:
+    """Make a body of lists of numbers; `columns`: of arrays that have rows. SpecError for what is not one."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     parts, at = [], 0
     for name, values in arrays.items():
@@ -27,7 +31,9 @@ def pack(arrays: Mapping[str, Sequence[float]], metadata: Mapping[str, str] | No
         except (TypeError, ValueError, OverflowError) as error:
             words = f"`{name}` is no list of {'whole numbers of 32 bits' if kind == 'I32' else 'numbers'}: {error}"
             raise SpecError(words, field=f"arrays.{name}", code="invalid_value") from error
-        header[name] = {"dtype": kind, "shape": [len(values)], "data_offsets": [at, at + len(raw)]}
+        wide = (columns or {}).get(name)
+        shape = [len(values)] if wide is None else [len(values) // wide, wide]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + len(raw)]}
         parts.append(raw)
         at += len(raw)
     return join(header, b"".join(parts))

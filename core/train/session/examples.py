@@ -2,6 +2,7 @@
 
 Arrays are flat, example after example: `lengths` says how many tokens each has. `targets` are what the model is to say
 after each token; NO_TARGET where nothing is asked. Without them, each token's target is the next one of its example.
+With `targets` [tokens, choices] each token has several, and `weights` are of the same shape.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from core.train.session.faults import BadOperation
 NO_TARGET = -100
 NUMBERS = ("weights", "logprobs", "advantages", "sequence_ratio_mask", "gradients")
 """Arrays of float32, one number a token."""
+CHOICES = "choices"
+"""Several targets of each token, int64 [n, choices], among the values of an example."""
+MOST_CHOICES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,11 @@ def read_examples(tensors: Mapping[str, Tensor], vocabulary: int, longest: int |
     rows = read_rows(tensors, vocabulary, longest)
     lengths = [len(row) for row in rows]
     total = sum(lengths)
+    wide = _choices(tensors, total)
     targets = (
-        _shifted(rows) if "targets" not in tensors else list(torch.split(_ids(tensors, "targets", total), lengths))
+        _shifted(rows)
+        if "targets" not in tensors
+        else list(torch.split(_ids(tensors, "targets", total, wide), lengths))
     )
     joined = torch.cat(targets)
     if bool(((joined != NO_TARGET) & ((joined < 0) | (joined >= vocabulary))).any()):
@@ -62,7 +69,12 @@ def read_examples(tensors: Mapping[str, Tensor], vocabulary: int, longest: int |
     values: dict[str, list[Tensor]] = {}
     for name in NUMBERS:
         if name in tensors:
-            values[name] = list(torch.split(_numbers(tensors[name], name, total), lengths))
+            values[name] = list(torch.split(_numbers(tensors[name], name, total, wide), lengths))
+    if wide is not None:
+        if bool((joined == NO_TARGET).any()) or "weights" not in values:
+            words = "several targets a token need `weights` of their shape; 0 where nothing is asked"
+            raise BadOperation(words, field="weights")
+        values[CHOICES], targets = targets, [one[:, 0] for one in targets]
     return [
         SessionExample(row, target, {name: parts[at] for name, parts in values.items()})
         for at, (row, target) in enumerate(zip(rows, targets, strict=True))
@@ -87,17 +99,33 @@ def read_rows(tensors: Mapping[str, Tensor], vocabulary: int, longest: int | Non
     return list(torch.split(tokens, counts))
 
 
-def _ids(tensors: Mapping[str, Tensor], name: str, total: int) -> Tensor:
+def _choices(tensors: Mapping[str, Tensor], total: int) -> int | None:
+    """Targets of each token; None: one, in a flat array."""
+    found = tensors.get("targets")
+    if found is None or found.dim() != 2:
+        return None
+    if not 1 <= found.shape[1] <= MOST_CHOICES:
+        words = f"a token has 1 to {MOST_CHOICES} targets; this has {found.shape[1]}"
+        raise BadOperation(words, field="targets")
+    return int(found.shape[1])
+
+
+def _shape(total: int, wide: int | None) -> tuple[int, ...]:
+    return (total,) if wide is None else (total, wide)
+
+
+def _ids(tensors: Mapping[str, Tensor], name: str, total: int, wide: int | None = None) -> Tensor:
     found = tensors[name]
-    if found.is_floating_point() or found.dtype == torch.bool or found.shape != (total,):
+    if found.is_floating_point() or found.dtype == torch.bool or found.shape != _shape(total, wide):
         words = f"`{name}` has {total} whole numbers, the sum of `lengths`; this is {found.dtype} {list(found.shape)}"
         raise BadOperation(words, field=name)
     return found.long()
 
 
-def _numbers(found: Tensor, name: str, total: int) -> Tensor:
-    if not found.is_floating_point() or found.shape != (total,):
-        words = f"`{name}` has {total} floats, the sum of `lengths`; this is {found.dtype} {list(found.shape)}"
+def _numbers(found: Tensor, name: str, total: int, wide: int | None) -> Tensor:
+    if not found.is_floating_point() or found.shape != _shape(total, wide):
+        shape = f"{list(_shape(total, wide))}, the sum of `lengths`"
+        words = f"`{name}` is floats of shape {shape}; this is {found.dtype} {list(found.shape)}"
         raise BadOperation(words, field=name)
     if not bool(found.isfinite().all()):
         raise BadOperation(f"`{name}` has a number that is not finite", field=name)
@@ -141,10 +169,11 @@ def batch_of(examples: list[SessionExample], pad_token_id: int) -> Batch:
 
 
 def spread(examples: list[SessionExample], found: list[Tensor]) -> Tensor:
-    """Numbers of the targets in the places of their tokens, 0 elsewhere: float32 [all tokens]."""
+    """Numbers of the targets in the places of their tokens, 0 elsewhere: float32 [all tokens], or [all tokens x
+    choices]."""
     parts = []
     for example, numbers in zip(examples, found, strict=True):
-        whole = torch.zeros(len(example.tokens))
+        whole = torch.zeros(len(example.tokens), *numbers.shape[1:])
         whole[example.asked] = numbers.cpu()
-        parts.append(whole)
+        parts.append(whole.flatten())
     return torch.cat(parts)

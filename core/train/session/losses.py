@@ -10,7 +10,10 @@ from torch.nn import functional
 
 from core.spec.session.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, Custom, DPOPairs, ImportanceSampling, Losses
 from core.train.batch import Batch
-from core.train.session.examples import SessionExample
+from core.train.logits import label_hidden, label_logits
+from core.train.loss.linear_cross_entropy import token_logprobs
+from core.train.policy import PolicyModel
+from core.train.session.examples import CHOICES, SessionExample
 from core.train.session.faults import BadOperation
 
 
@@ -18,7 +21,7 @@ def check_loss(loss: Losses, examples: list[SessionExample]) -> None:
     """BadOperation where the examples lack what the loss needs, or have what it would ignore."""
     match loss:
         case CrossEntropy():
-            needs, takes = set[str](), {"weights"}
+            needs, takes = set[str](), {"weights", CHOICES}
         case ImportanceSampling() | PPO() | CISPO() | DRO():
             needs, takes = {"logprobs", "advantages"}, {"logprobs", "advantages"}
         case GSPO():
@@ -34,8 +37,25 @@ def check_loss(loss: Losses, examples: list[SessionExample]) -> None:
     given = set(examples[0].values)
     if lacks := sorted(needs - given):
         raise BadOperation(f"`{loss.type}` needs the array `{lacks[0]}`", field=lacks[0])
+    if CHOICES in given - takes:
+        raise BadOperation(f"`{loss.type}` has one target a token; `cross_entropy` takes several", field="targets")
     if odd := sorted(given - takes):
         raise BadOperation(f"`{loss.type}` has no use for the array `{odd[0]}`", field=odd[0])
+
+
+def logprobs_of(policy: PolicyModel, batch: Batch) -> Tensor:
+    """Log-probability of each target, float32 [targets], or of each of its choices, [targets, choices]."""
+    choices = batch.token_values.get(CHOICES)
+    if choices is None:
+        return policy.logprobs(batch)
+    head = policy.whole_logits or policy.head()
+    if isinstance(head, str):
+        logits, _ = label_logits(policy.model, batch)
+        return torch.log_softmax(logits.float(), dim=-1).gather(-1, choices)
+    hidden, _ = label_hidden(head, batch)
+    many = hidden.repeat_interleave(choices.shape[1], dim=0)
+    found = token_logprobs(many, head.weight, choices.flatten(), bias=head.bias, options=head.options)
+    return found.view(choices.shape)
 
 
 def rows_together(loss: Losses) -> int:
@@ -44,7 +64,7 @@ def rows_together(loss: Losses) -> int:
 
 
 def loss_sum(loss: Losses, logprobs: Tensor, batch: Batch) -> Tensor:
-    """The loss of a pass, summed: a scalar with gradient. `logprobs`: float32 [targets]."""
+    """The loss of a pass, summed: a scalar with gradient. `logprobs`: float32 [targets], or [targets, choices]."""
     values = batch.token_values
     match loss:
         case CrossEntropy():

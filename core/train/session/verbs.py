@@ -31,9 +31,9 @@ from core.train.engine import Engine
 from core.train.generation.sampling import SamplingParams
 from core.train.policy import PolicyModel
 from core.train.session.adapter import STATE, SessionAdapter
-from core.train.session.examples import SessionExample, batch_of, passes, read_examples, read_rows, spread
+from core.train.session.examples import CHOICES, SessionExample, batch_of, passes, read_examples, read_rows, spread
 from core.train.session.faults import BadOperation, NoSuchModel
-from core.train.session.losses import check_loss, loss_sum, rows_together
+from core.train.session.losses import check_loss, logprobs_of, loss_sum, rows_together
 from core.train.session.resident import ResidentBase
 from core.train.session.shelf import Shelf, check_adapter, method_of
 from core.train.stage import Loss, Totals
@@ -90,6 +90,8 @@ class SessionVerbs:
                 return self._generate(asked, tensors)
             case Logprobs():
                 examples = self._examples(tensors)
+                if CHOICES in examples[0].values:
+                    raise BadOperation("`logprobs` is of one target a token; `forward` takes several", field="targets")
                 with self._reading(asked) as engine:
                     found = self._logprobs(engine, examples)
                 return {"targets": _targets(examples)}, {"logprobs": spread(examples, found)}
@@ -110,7 +112,7 @@ class SessionVerbs:
             batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
 
             def look(policy: PolicyModel, batch: Batch) -> tuple[Tensor, Tensor]:
-                logprobs = policy.logprobs(batch)
+                logprobs = logprobs_of(policy, batch)
                 return logprobs, loss_sum(asked.loss, logprobs, batch)
 
             logprobs, loss = engine.evaluate(batch, look)
@@ -285,7 +287,7 @@ class _Watched:
         self.logprobs: Tensor = torch.zeros(0)
 
     def __call__(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Loss:
-        logprobs = policy.logprobs(batch)
+        logprobs = logprobs_of(policy, batch)
         self.logprobs = logprobs.detach()
         total = loss_sum(self._loss, logprobs, batch)
         return Loss(total, {"loss": total.detach().double()})

@@ -149,7 +149,7 @@ def custom(training: tinker.TrainingClient) -> dict[str, Any]:
 
     def squares(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         total = sum((one**2).sum() for one in logprobs)
-        return total, {"squares:sum": float(total)}
+        return total, {"squares:sum": float(total.detach())}
 
     still = types.AdamParams(learning_rate=0.0)
     training.optim_step(still).result()  # of what was in the window
@@ -166,6 +166,32 @@ def custom(training: tinker.TrainingClient) -> dict[str, Any]:
     training.forward_backward(weighted, "cross_entropy").result()
     norms.append(training.optim_step(still).result().metrics["grad_norm"])
     return {"metrics": told.metrics, "expected": sum(value**2 for row in found for value in row), "norms": norms}
+
+
+def several(training: tinker.TrainingClient) -> dict[str, Any]:
+    """Three targets a token, dense and sparse, and the second of them alone."""
+    import torch
+
+    row, count = ROWS[2], len(ROWS[2]) - 1
+    tokens = torch.zeros(count, 40, dtype=torch.int64)
+    weights = torch.zeros(count, 40)
+    for column in (3, 7, 21):
+        tokens[:, column] = torch.tensor(row[1:]) + column
+        weights[:, column] = 0.1 * column
+    given = {"target_tokens": tokens, "weights": weights}
+    sparse = types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=given)
+    dense = {"target_tokens": tokens[:, [3, 7, 21]].numpy(), "weights": weights[:, [3, 7, 21]].numpy()}
+    full = types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=dense)
+    shifted = datum([row[0], *(token + 7 for token in row[1:])]).loss_fn_inputs
+    one = types.Datum(model_input=full.model_input, loss_fn_inputs=shifted)
+    of_sparse, of_dense, of_one = (training.forward([it], "cross_entropy").result() for it in (sparse, full, one))
+    return {
+        "losses": [of_sparse.metrics["loss:sum"], of_dense.metrics["loss:sum"]],
+        "shape": list(of_dense.loss_fn_outputs[0]["logprobs"].shape),
+        "second": of_dense.loss_fn_outputs[0]["logprobs"].to_numpy()[:, 1].tolist(),
+        "alone": list(map(float, of_one.loss_fn_outputs[0]["logprobs"].data)),
+        "was_sparse": sparse.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None,
+    }
 
 
 def of_base(service: tinker.ServiceClient, model: str) -> dict[str, Any]:
@@ -191,6 +217,7 @@ def main(model: str, what: str) -> dict[str, Any]:
         told |= rest(service, training, told["saved"])
         told["kept"] = kept(service, training, told["saved"])
         told["custom"] = custom(training)
+        told["several"] = several(training)
         told |= of_base(service, model)
     elif what == "common":
         told["next"] = [next_loss(training, [datum(row) for row in ROWS])]

@@ -101,6 +101,14 @@ def test_a_loss_of_the_callers_in_torch(told: dict[str, Any]) -> None:
     assert custom["norms"][0] == pytest.approx(custom["norms"][1], rel=1e-6) and custom["norms"][0] > 1
 
 
+def test_several_targets_of_a_token(told: dict[str, Any]) -> None:
+    """As distillation from the most likely tokens sends them, dense or sparse."""
+    several = told["several"]
+    assert several["was_sparse"] and several["shape"] == [19, 3]
+    assert several["losses"][0] == pytest.approx(several["losses"][1], rel=1e-5)
+    assert several["second"] == pytest.approx(several["alone"], abs=1e-5)
+
+
 def test_a_base_alone_is_sampled_by_its_name(told: dict[str, Any], models: Path) -> None:
     assert told["offered"] == [path.name for path in sorted(models.iterdir()) if (path / "config.json").is_file()]
     assert told["named"] == "tiny" and told["of_base"][0] is None
