@@ -80,8 +80,8 @@ def recipe(
     }
 
 
-def rest(service: tinker.ServiceClient, training: tinker.TrainingClient, saved: str) -> dict[str, Any]:
-    """Losses of reinforcement learning, a refused request, a sampler by its path, and a model that is resumed."""
+def rest(service: tinker.ServiceClient, training: tinker.TrainingClient) -> dict[str, Any]:
+    """Losses of reinforcement learning, a refused request, and a sampler by its path."""
     data, before = [datum(row) for row in ROWS], logprobs(training, ROWS)
     next_losses = [next_loss(training, data)]
     numbers = {"logprobs": before[0], "advantages": [1.0, -1.0, 0.5, 2.0, 1.0]}
@@ -99,12 +99,8 @@ def rest(service: tinker.ServiceClient, training: tinker.TrainingClient, saved: 
     prompt = types.ModelInput.from_ints(ROWS[0])
     from_path = service.create_sampling_client(model_path=named).compute_logprobs(prompt).result()
     after_losses = logprobs(training, ROWS)[0]
-    resumed = service.create_training_client_from_state_with_optimizer(saved)  # it waits for the slot of the first
-    after = logprobs(resumed, ROWS)
-    next_losses.append(next_loss(resumed, data))
     return {
         "info": training.get_info().model_dump(),
-        "resumed": after,
         "next": next_losses,
         "from_path": from_path,
         "then": after_losses,
@@ -214,11 +210,14 @@ def main(model: str, what: str) -> dict[str, Any]:
     )
     told = recipe(service, training, wait if what == "recipe" else lambda step: None)
     if what == "whole":
-        told |= rest(service, training, told["saved"])
+        told |= rest(service, training)
         told["kept"] = kept(service, training, told["saved"])
         told["custom"] = custom(training)
         told["several"] = several(training)
         told |= of_base(service, model)
+        resumed = service.create_training_client_from_state_with_optimizer(told["saved"])  # it waits for the slot
+        told["resumed"] = logprobs(resumed, ROWS)
+        told["next"].append(next_loss(resumed, [datum(row) for row in ROWS]))
     elif what == "common":
         told["next"] = [next_loss(training, [datum(row) for row in ROWS])]
         resumed = service.create_training_client_from_state_with_optimizer(told["saved"])
