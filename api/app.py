@@ -30,6 +30,7 @@ from api.http.body_limits import RequestLimits
 from api.http.middleware import RequestContext
 from api.jobs.answers.rollouts_router import router as rollouts_router
 from api.jobs.answers.samples_router import router as samples_router
+from api.jobs.answers.trace_router import router as trace_router
 from api.jobs.lineage_router import router as lineage_router
 from api.jobs.router import router as jobs_router
 from api.jobs.schemas import openapi_schemas
@@ -87,6 +88,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     jobs_router,
     samples_router,
     rollouts_router,
+    trace_router,
     lineage_router,
     checkpoints_router,
     pipelines_router,

@@ -51,6 +51,7 @@ for verb in (
     look.metrics,
     look.compare,
     look.diff,
+    look.trace,
     jobs.check,
     data.samples,
     data.rollouts,

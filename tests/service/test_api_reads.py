@@ -6,6 +6,8 @@ import csv
 import hashlib
 import io
 import math
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +247,43 @@ def test_a_damaged_artifact_is_not_passed_off(api: Any) -> None:
     api.end(token, Succeeded({}, [artifact]))
     reply = api.http.get(f"/jobs/{job_id}/artifacts/a.bin")
     assert (reply.status_code, reply.json()["error"]["code"]) == (410, "gone")
+
+
+@pytest.mark.both_databases
+def test_the_trace_has_the_spans_that_the_events_tell(api: Any) -> None:
+    job_id, token = api.start_job(data=api.upload(ROW)["id"])
+    told = [{"type": "phase", "phase": name} for name in ("loading", "training")]
+    api.tell(
+        token, *told, *[metrics(step, loss=9.0) for step in (1, 2)], {"type": "checkpoint", "step": 2, "path": "x"}
+    )
+    api.end(token, Requeued("the worker leaves"))
+    token = api.go_on(job_id)
+    api.tell(token, told[1], metrics(3, loss=8.0), {"type": "phase", "phase": "saving"})
+    running = api.http.get(f"/jobs/{job_id}/trace").json()
+    assert [one["name"] for one in running["traceEvents"] if one.get("cat") == "status"][-1] == "running"
+    api.end(token, Succeeded({"steps": 3}, []))
+    found = api.http.get(f"/jobs/{job_id}/trace").json()
+    events = api.http.get(f"/jobs/{job_id}/events", params={"format": "json"}).json()["data"]
+    tracks: dict[str, list[dict[str, Any]]] = {}
+    for one in found["traceEvents"]:
+        if one["ph"] != "M":
+            tracks.setdefault(one["cat"], []).append(one)
+    began = found["otherData"]["began"]
+    told_at = {one["seq"]: datetime.fromisoformat(one["time"]).timestamp() - began for one in events}
+    for one in (*tracks["status"], *tracks["phases"], *tracks["events"]):
+        if "seq" in one["args"]:
+            assert one["ts"] / 1e6 == pytest.approx(told_at[one["args"]["seq"]], abs=1e-5)
+    statuses = [one["data"]["to"] for one in events if one["type"] == "status"]
+    assert [one["name"] for one in tracks["status"]][-len(statuses) + 1 :] == statuses[:-1]
+    phases = [one["data"]["phase"] for one in events if one["type"] == "phase"]
+    assert [one["name"] for one in tracks["phases"]] == phases == ["loading", "training", "training", "saving"]
+    assert [one["args"]["step"] for one in tracks["steps"]] == [1, 2, 3]
+    assert [one["name"] for one in tracks["events"]] == ["checkpoint"]
+    assert [one["args"]["attempt"] for one in tracks["attempts"]] == sorted({one["attempt"] for one in events} - {0})
+    for name in ("status", "phases", "steps", "attempts"):
+        spans = tracks[name]
+        assert all(one["dur"] >= 0 for one in spans)
+        assert all(one["ts"] + one["dur"] <= after["ts"] for one, after in pairwise(spans)), name
+    last = tracks["status"][-1]
+    assert events[-1]["data"]["to"] == "succeeded" and last["name"] == "running"
+    assert (last["ts"] + last["dur"]) / 1e6 == pytest.approx(told_at[events[-1]["seq"]], abs=0.1)

@@ -138,6 +138,11 @@ class AsyncJobs:
         params: dict[str, Param] = {"names": ",".join(names) if names else None, "points": points, "format": "csv"}
         return (await self._transport.request("GET", f"{paths.job(job_id)}/metrics", params=params)).text
 
+    async def trace(self, job_id: str) -> dict[str, Any]:
+        """Where the job's time went, in Chrome's trace format, which Perfetto opens."""
+        found: dict[str, Any] = await self._transport.json("GET", f"{paths.job(job_id)}/trace")
+        return found
+
     async def samples(self, job_id: str, *, step: int | None = None) -> dict[str, Any]:
         """What the model answered after a step (default: the weights handed back), beside the untrained model."""
         params: dict[str, Param] = {"step": step}

@@ -1,4 +1,4 @@
-"""`eft watch|logs|metrics|compare|diff`: what jobs do, have printed, have measured, and how they differ."""
+"""`eft watch|logs|metrics|compare|diff|trace`: what jobs do, have printed, have measured, and how they differ."""
 
 from __future__ import annotations
 
@@ -360,3 +360,15 @@ def _stand_in(own: Any, beside: dict[str, Any]) -> dict[str, Any]:
     if isinstance(own, dict) and (own.get("eval") or own.get("split")):
         return {"train": beside["train"], "split": {"type": "hash", "eval_fraction": 0.5}}
     return {"train": beside["train"]}
+
+
+@manual(
+    examples=[
+        ("eft trace job-01kar3v8x5m2h6n9qst4wyz0bc > trace.json", "Write the trace to a file for ui.perfetto.dev."),
+    ]
+)
+def trace(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Print where a job's time went, from queue to export, as a trace that Perfetto and chrome://tracing open. It is
+    JSON with and without --json."""
+    with session(as_json, url) as (client, output):
+        output.json(client.trace(job_id))

@@ -1,0 +1,147 @@
+"""A job as a trace: where its time went, in the JSON that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.db.tables import Attempt, Event, Job, Metric
+from core.jobs.base.states import FINAL, Status
+
+MOST_EVENTS = 50_000
+"""Events of a job that a trace reads; a job with more says so in `otherData`."""
+
+MOST_STEPS = 20_000
+"""Spans of steps; above that, neighbouring steps share one."""
+
+TRACKS = {"status": 1, "attempts": 2, "phases": 3, "steps": 4, "events": 5}
+INSTANTS = ("checkpoint", "evaluation", "resumed", "notice", "preempted", "error")
+
+
+def trace(session: Session, job: Job, now: float) -> dict[str, Any]:
+    """Spans and instants of the job in microseconds since it was submitted; what has not ended lasts until `now`."""
+    query = select(Event).where(Event.job_id == job.id, Event.type.in_(("status", "phase", *INSTANTS)))
+    events = session.execute(query.order_by(Event.seq).limit(MOST_EVENTS)).scalars().all()
+    attempts = (
+        session.execute(select(Attempt).where(Attempt.job_id == job.id).order_by(Attempt.attempt)).scalars().all()
+    )
+    began = job.created_at
+    end = job.finished_at or now
+    ends = {one.attempt: one.ended_at or end for one in attempts}
+    shown = [
+        *_statuses(job, [one for one in events if one.type == "status"], began, now),
+        *(_attempt(one, ends[one.attempt], began) for one in attempts),
+        *_phases([one for one in events if one.type == "phase"], ends, end, began),
+        *_steps(session, job.id, [one for one in events if one.type == "phase"], attempts, began),
+        *(_instant(one, began) for one in events if one.type in INSTANTS),
+    ]
+    shown.sort(key=lambda one: one["ts"])
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"job": job.id, "began": began, "all_events": len(events) < MOST_EVENTS},
+        "traceEvents": [*_names(job), *shown],
+    }
+
+
+def _names(job: Job) -> list[dict[str, Any]]:
+    process = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": job.name or job.id}}
+    tracks = [
+        {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}}
+        for name, number in TRACKS.items()
+    ]
+    return [process, *tracks]
+
+
+def _span(track: str, name: str, start: float, end: float, began: float, args: dict[str, Any]) -> dict[str, Any]:
+    """Both ends are rounded, not the length, so that neighbours do not overlap."""
+    ts = _micros(start - began)
+    length = max(_micros(end - began) - ts, 0)
+    return {
+        "ph": "X",
+        "pid": 1,
+        "tid": TRACKS[track],
+        "cat": track,
+        "name": name,
+        "ts": ts,
+        "dur": length,
+        "args": args,
+    }
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _statuses(job: Job, told: Sequence[Event], began: float, now: float) -> list[dict[str, Any]]:
+    """One span for each status that is not final."""
+    spans = []
+    if told and (before := told[0].data.get("from")) is not None:
+        spans.append(_span("status", before, began, told[0].time, began, {}))
+    following: list[float] = [one.time for one in told[1:]]
+    for one, end in zip(told, [*following, job.finished_at or now], strict=True):
+        status = one.data["to"]
+        if Status(status) not in FINAL:
+            args = {"seq": one.seq, "attempt": one.attempt, "reason": one.data.get("reason")}
+            spans.append(_span("status", status, one.time, end, began, args))
+    return spans
+
+
+def _attempt(one: Attempt, end: float, began: float) -> dict[str, Any]:
+    args = {"attempt": one.attempt, "node": one.node, "slot": one.slot, "outcome": one.outcome}
+    return _span("attempts", one.kind, one.started_at, end, began, args)
+
+
+def _phases(told: Sequence[Event], ends: dict[int, float], last: float, began: float) -> list[dict[str, Any]]:
+    """A phase lasts until the attempt's next one, or until the attempt ends."""
+    following: list[Event | None] = [*told[1:], None] if told else []
+    spans = []
+    for one, after in zip(told, following, strict=True):
+        same = after is not None and after.attempt == one.attempt
+        end = after.time if after is not None and same else ends.get(one.attempt, last)
+        args = {"seq": one.seq, "attempt": one.attempt}
+        spans.append(_span("phases", str(one.data["phase"]), one.time, end, began, args))
+    return spans
+
+
+def _steps(
+    session: Session, job_id: str, phases: Sequence[Event], attempts: Sequence[Attempt], began: float
+) -> list[dict[str, Any]]:
+    """A step lasts from the report before it, or from the phase that came between, to its own report."""
+    query = select(Metric.attempt, Metric.step, Metric.time, Metric.value).where(
+        Metric.job_id == job_id, Metric.name == "loss"
+    )
+    rows = [tuple(row) for row in session.execute(query.order_by(Metric.attempt, Metric.step))]
+    every = max(math.ceil(len(rows) / MOST_STEPS), 1)
+    starts = {one.attempt: one.training_at or one.started_at for one in attempts}
+    spans = []
+    for attempt in sorted({row[0] for row in rows}):
+        marks = [one.time for one in phases if one.attempt == attempt]
+        own = [row for row in rows if row[0] == attempt]
+        kept = [row for place, row in enumerate(own, 1) if place % every == 0 or place == len(own)]
+        first = (attempt, None, min(starts.get(attempt, own[0][2]), own[0][2]), None)
+        place, mark = 0, 0.0
+        for before, row in pairwise([first, *kept]):
+            while place < len(marks) and marks[place] <= row[2]:
+                mark = marks[place]
+                place += 1
+            args = {"attempt": attempt, "step": row[1], "loss": row[3]}
+            spans.append(_span("steps", f"step {row[1]}", max(before[2], mark), row[2], began, args))
+    return spans
+
+
+def _instant(one: Event, began: float) -> dict[str, Any]:
+    return {
+        "ph": "i",
+        "s": "t",
+        "pid": 1,
+        "tid": TRACKS["events"],
+        "cat": "events",
+        "name": one.type,
+        "ts": _micros(one.time - began),
+        "args": {"seq": one.seq, "attempt": one.attempt, **one.data},
+    }
