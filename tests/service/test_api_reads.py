@@ -278,6 +278,9 @@ def test_the_trace_has_the_spans_that_the_events_tell(api: Any) -> None:
     phases = [one["data"]["phase"] for one in events if one["type"] == "phase"]
     assert [one["name"] for one in tracks["phases"]] == phases == ["loading", "training", "training", "saving"]
     assert [one["args"]["step"] for one in tracks["steps"]] == [1, 2, 3]
+    first, second, third = tracks["steps"]
+    assert (first["ts"], third["ts"]) == (tracks["phases"][1]["ts"], tracks["phases"][2]["ts"])
+    assert second["ts"] == first["ts"] + first["dur"]
     assert [one["name"] for one in tracks["events"]] == ["checkpoint"]
     assert [one["args"]["attempt"] for one in tracks["attempts"]] == sorted({one["attempt"] for one in events} - {0})
     for name in ("status", "phases", "steps", "attempts"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from sqlalchemy import select
@@ -115,22 +114,23 @@ def _steps(
     query = select(Metric.attempt, Metric.step, Metric.time, Metric.value).where(
         Metric.job_id == job_id, Metric.name == "loss"
     )
-    rows = [tuple(row) for row in session.execute(query.order_by(Metric.attempt, Metric.step))]
+    rows = session.execute(query.order_by(Metric.attempt, Metric.step)).all()
     every = max(math.ceil(len(rows) / MOST_STEPS), 1)
-    starts = {one.attempt: one.training_at or one.started_at for one in attempts}
+    starts = {one.attempt: one.started_at for one in attempts}
     spans = []
-    for attempt in sorted({row[0] for row in rows}):
+    for attempt in sorted({row.attempt for row in rows}):
         marks = [one.time for one in phases if one.attempt == attempt]
-        own = [row for row in rows if row[0] == attempt]
+        own = [row for row in rows if row.attempt == attempt]
         kept = [row for place, row in enumerate(own, 1) if place % every == 0 or place == len(own)]
-        first = (attempt, None, min(starts.get(attempt, own[0][2]), own[0][2]), None)
-        place, mark = 0, 0.0
-        for before, row in pairwise([first, *kept]):
-            while place < len(marks) and marks[place] <= row[2]:
-                mark = marks[place]
+        before = min(starts.get(attempt, own[0].time), own[0].time)
+        place = 0
+        for row in kept:
+            while place < len(marks) and marks[place] <= row.time:
+                before = max(before, marks[place])
                 place += 1
-            args = {"attempt": attempt, "step": row[1], "loss": row[3]}
-            spans.append(_span("steps", f"step {row[1]}", max(before[2], mark), row[2], began, args))
+            args = {"attempt": attempt, "step": row.step, "loss": row.value}
+            spans.append(_span("steps", f"step {row.step}", before, row.time, began, args))
+            before = row.time
     return spans
 
 
