@@ -6,6 +6,7 @@ import math
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -33,22 +34,29 @@ def queue(
         if as_json:
             output.json({"data": rows, "more": more})
             return
-        table = Table(box=None, pad_edge=False)
-        # A line for each job on a terminal; in a pipe nothing is cut.
-        right = ("", "PRIO")
-        for name in ("", "JOB", "NAME", "OWNER", "PRIO", "WAITS", f"STARTS {zone()}", "WHY"):
-            most = name_width(output.data) if name in ("NAME", "OWNER") else None
-            justify: Literal["left", "right"] = "right" if name in right else "left"
-            table.add_column(name, no_wrap=True, overflow="ellipsis", justify=justify, max_width=most)
-        for row in rows:
-            place = str(row["position"]) if row["position"] is not None else "-"
-            job = short_id(row["job"], output.data) if row["job"] else "[dim]another's[/]"
-            cells = [place, job, escape(row["name"] or ""), escape(row["owner"] or ""), str(row["priority"])]
-            cells += [age(row["waiting_since"]), clock(row["estimated_start"]), escape(row["reason"])]
-            table.add_row(*cells)
-        output.data.print(table)
+        output.data.print(waiting(rows, output.data))
         if more:
             output.note(f"{more} more wait{'s' if more == 1 else ''}: --limit shows up to 1000")
+
+
+def waiting(rows: list[dict[str, Any]], console: Console) -> Table:
+    """The waiting jobs as a table: a line for each on a terminal, on which the reason alone gives way."""
+    # In a pipe nothing is cut.
+    narrow = console.is_terminal
+    table = Table(box=None, pad_edge=False, expand=narrow)
+    right = ("", "PRIO")
+    for name in ("", "JOB", "NAME", "OWNER", "PRIO", "WAITS", f"STARTS {zone()}", "WHY"):
+        most = name_width(console) if name in ("NAME", "OWNER") else None
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        ratio = 1 if narrow and name == "WHY" else None
+        table.add_column(name, no_wrap=True, overflow="ellipsis", justify=justify, max_width=most, ratio=ratio)
+    for row in rows:
+        place = str(row["position"]) if row["position"] is not None else "-"
+        job = short_id(row["job"], console) if row["job"] else "[dim]another's[/]"
+        cells = [place, job, escape(row["name"] or ""), escape(row["owner"] or ""), str(row["priority"])]
+        cells += [age(row["waiting_since"]), clock(row["estimated_start"]), escape(row["reason"])]
+        table.add_row(*cells)
+    return table
 
 
 @manual(examples=[("eft usage --since 2026-11-01 --until 2026-11-30 --csv", "One month as CSV.")])

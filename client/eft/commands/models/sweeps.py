@@ -48,7 +48,8 @@ def submit_sweep(
         if output.as_json:
             output.json(found)
             return
-        output.note(f"{found['runs']} runs, compared by {found['sweep']['metric']}; the first one:")
+        count = f"{found['runs']} run{'' if found['runs'] == 1 else 's'}"
+        output.note(f"{count}, compared by {found['sweep']['metric']}; the first one:")
         output.data.print_json(data=found["first"])
         return
     document = upload_data(document, folder, given, upload)
