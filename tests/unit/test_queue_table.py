@@ -21,9 +21,10 @@ ROW = {
 
 def printed(*, terminal: bool, width: int) -> list[str]:
     """The lines of the table on such a console."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+    written = io.StringIO()
+    console = Console(file=written, width=width, force_terminal=terminal, color_system=None)
     console.print(waiting([ROW], console))
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return written.getvalue().splitlines()
 
 
 def test_the_reason_alone_gives_way_on_a_narrow_terminal() -> None:

@@ -140,11 +140,12 @@ def jobs_table(jobs: list[Job], console: Console) -> Table:
         ("REASON", 120, lambda job: escape(job.reason or "")),
     ]  # each from its width of the terminal on
     shown = [(name, cell) for name, least, cell in columns if width >= least]
-    table = Table(box=None, pad_edge=False)
+    gives_way = console.is_terminal and shown[-1][0] == "REASON"
+    table = Table(box=None, pad_edge=False, expand=gives_way)
     for name, _ in shown:
-        table.add_column(
-            name, no_wrap=True, overflow="ellipsis", max_width=name_width(console) if name == "NAME" else None
-        )
+        most = name_width(console) if name == "NAME" else None
+        ratio = 1 if gives_way and name == "REASON" else None
+        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=most, ratio=ratio)
     for job in jobs:
         table.add_row(*(cell(job) for _, cell in shown))
     return table
