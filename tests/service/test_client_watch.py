@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from eft.types import Job
 from eft.watch.frame import BARS, Frame, sparkline
+from eft.watch.plot import plot
 from eft.watch.world import Line, Watched, World
 from rich.console import Console
 
@@ -132,6 +133,49 @@ def test_one_job_to_its_end(api: Any, terminals: list[Terminal], no_color: bool)
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", screen.raw)) is not no_color
 
 
+def test_keys_select_open_pause_and_cancel(api: Any, terminals: list[Terminal]) -> None:
+    _, token = api.start_job(name="gone")
+    api.tell(token, *steps(2))
+    api.end(token, Succeeded({"train_loss": 1.25, "eval_before": {"eval_loss": 4.0}, "eval_after": {"eval_loss": 2.0}}))
+    at_work, token = api.start_job(name="at work")
+    api.tell(token, *steps(33))
+    waiting = api.submit(name="waits")["id"]
+    screen = Terminal([EFT, "watch"], environment(api), columns=200, lines=50)
+    terminals.append(screen)
+    shown = screen.see("Loss of at work")
+    assert any("gone" in line and "eval_loss 4 to 2" in line for line in shown), "what has ended, with its figures"
+    assert any(line.startswith("2.95 ┤") for line in shown) and any(
+        "step 1 " in line and "33" in line for line in shown
+    )
+    assert not any("›" in line for line in shown)
+
+    def press(keys: str, words: str) -> list[str]:
+        since = len(screen.raw)
+        screen.press(keys)
+        return screen.see(words, since=since)
+
+    assert any(line.startswith("› at work") for line in press("\x1b[B", "›"))
+    assert any("waits" in line and line.startswith("›") for line in press("j", "› 1"))
+    press("c", "cancel waits? y")
+    press("n", "c cancel")
+    assert api.http.get(f"/jobs/{waiting}").json()["status"] == "queued"
+    press("c", "cancel waits? y")
+    screen.press("y")
+    wait_for(lambda: api.http.get(f"/jobs/{waiting}").json()["status"] == "cancelled", 60, "the end of the job")
+    press("kk", "› at work")
+    opened = press("\r", "33/66  1m 01s left")
+    assert any("back" in line for line in opened) and not any("gone" in line for line in opened)
+    screen.press("p")
+    wait_for(lambda: api.http.get(f"/jobs/{at_work}").json()["status"] == "pausing", 60, "the job to pause")
+    since = len(screen.raw)
+    screen.press("r")
+    screen.see("not done", since=since)
+    press("\x7f", "gone")
+    screen.press("q")
+    assert screen.end() == 0
+    api.http.post(f"/jobs/{at_work}/cancel")
+
+
 def test_leaving_gives_the_terminal_back(api: Any, terminals: list[Terminal]) -> None:
     job_id = api.submit(name="goes on")["id"]
     for leave, code in ((lambda one: one.press("\x03"), 130), (lambda one: one.process.terminate(), 143)):
@@ -206,6 +250,18 @@ def test_sparklines() -> None:
     assert sparkline([1.0, float("inf"), 0.0], 8) == f"{BARS[-1]} {BARS[0]}"
     assert sparkline([float(n) for n in range(800)], 8) == BARS
     assert sparkline([0.0, 1.0], 8, utf8=False) == "_@"
+
+
+@pytest.mark.parametrize("utf8", [True, False])
+def test_a_curve_has_axes_and_every_point_has_its_place(utf8: bool) -> None:
+    falling = plot([(step, 10.0 - step) for step in range(11)], 60, 12, utf8)
+    assert len(falling) == 12 and all(len(line) <= 60 for line in falling)
+    assert [falling[row].split()[0] for row in (0, 5, 10)] == ["10", "5", "0"]
+    assert falling[-1].split() == ["step", "0", "10"]
+    firsts = [len(line) - len(line[5:].lstrip(" \u2800")) for line in falling[:11]]
+    assert firsts == sorted(firsts), "it goes down to the right"
+    assert plot([(1, float("nan")), (2, 1.0)], 60, 12, utf8) == [] and plot([(1, 1.0), (2, 2.0)], 20, 12, utf8) == []
+    assert len(plot([(1, 2.0), (9, 2.0)], 60, 12, utf8)) == 12, "a flat one"
 
 
 def test_more_than_was_asked_for_is_said() -> None:

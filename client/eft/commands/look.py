@@ -44,7 +44,8 @@ def watch(
 ) -> None:
     """Watch jobs: progress, loss, queue, GPUs and events; live on a terminal, plain lines in a pipe.
 
-    The view survives restarts of the server. One job is watched to its end. Keys: q quits (the jobs continue), Ctrl-Z
+    The view survives restarts of the server. One job is watched to its end. Keys: up and down select a job, Enter opens
+    it, Backspace goes back; p pauses, r resumes, c cancels (after a question); q quits (the jobs continue), Ctrl-Z
     suspends. With --json: the events of one job, or a snapshot of all jobs, as JSON lines.
     """
     with session(as_json, url) as (client, output):
@@ -62,6 +63,7 @@ def watch(
 def _watch(client: Client, output: Output, job_id: str | None, interval: float, patience: float) -> None:
     from eft.watch import plain
     from eft.watch.frame import Frame
+    from eft.watch.keys import Keys
     from eft.watch.look import Look
     from eft.watch.screen import Left, Screen, run
 
@@ -78,10 +80,12 @@ def _watch(client: Client, output: Output, job_id: str | None, interval: float, 
         with going_on(output, job_id), Screen(output.data) as screen:
             look.on_change = screen.wake
             look.start()
+            keys = Keys(look, lambda: look.world)
             ended = run(
                 screen,
-                lambda: Frame(look.world, client.config.url),
-                lambda: look.world.error is not None or look.world.over is not None,
+                lambda: Frame(look.world, client.config.url, keys=keys),
+                lambda: look.world.error is not None or (look.world.over is not None and not keys.opened),
+                keys.press,
             )
     except Left as left:
         raise typer.Exit(128 + left.number) from left
@@ -89,7 +93,7 @@ def _watch(client: Client, output: Output, job_id: str | None, interval: float, 
         look.stop()
     if look.world.error is not None:
         raise look.world.error
-    if ended and look.world.over is not None:
+    if ended and job_id is not None and look.world.over is not None:
         end(client, output, look.world.over)
     if job_id is not None:
         output.note(f"the job goes on; come back with: eft watch {job_id}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
@@ -19,20 +20,26 @@ from eft.terminal.output import STATUS_STYLE, age, duration, number, size
 from eft.terminal.sanitize import segment
 from eft.times import clock
 from eft.types import Job
+from eft.watch.keys import Keys
+from eft.watch.plot import LEAST_HEIGHT, plot
 from eft.watch.world import JOBS, QUEUE, Line, Watched, World
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 """A sparkline's heights; the second where the terminal's encoding has not the first."""
 WIDE = 100
 """From this width on there is room for what one can do without."""
+PLOT_LINES = 14
+"""Lines of a curve at most, with its title and both axes."""
+EVENT_LINES = 8
+"""Lines that are left to events before anything grows beyond what it needs."""
 GPU_STYLE = {"free": "green", "busy": "cyan", "held": "yellow", "drained": "magenta", "maintenance": "magenta"}
 
 
 class Frame:
     """Fills the terminal that it is printed on, to its last line."""
 
-    def __init__(self, world: World, address: str, *, now: float | None = None) -> None:
-        self.world, self.address = world, address
+    def __init__(self, world: World, address: str, *, now: float | None = None, keys: Keys | None = None) -> None:
+        self.world, self.address, self.keys = world, address, keys
         self.now = time.monotonic() if now is None else now
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -40,7 +47,9 @@ class Frame:
         lines: list[list[Segment]] = []
         for part in self._parts(console, width, height):
             lines += console.render_lines(part, options.update(width=width, height=None), pad=False)
-        foot = console.render_lines(self._foot(), options.update(width=width, height=None), pad=False)
+        foot = console.render_lines(
+            self._foot(console.encoding.startswith("utf")), options.update(width=width, height=None), pad=False
+        )
         blank = [[Segment("")] for _ in range(max(0, height - len(lines) - 1))]
         for number_, line in enumerate([*lines[: height - 1], *blank, *foot[:1]]):
             if number_:
@@ -54,18 +63,26 @@ class Frame:
             return [*parts, Text(""), Text("waiting for the server's first answer …", style="dim")]
         room = height - 2  # head and foot
         utf8 = console.encoding.startswith("utf")
+        chosen = None if self.keys is None else self.keys.chosen(world)
+        mark = "›" if utf8 else ">"
         if world.one is not None and world.jobs:
             section = _one(world.jobs[0], width, utf8, console)
             parts, room = [*parts, *section], room - len(section)
         else:
-            jobs = _jobs(world.jobs, width, utf8, room // 2)
+            jobs = _jobs(world.jobs, width, utf8, room // 2, chosen, mark)
             parts, room = [*parts, *jobs[0]], room - jobs[1]
-        gpus = _gpus(world.gpus, width, max(2, room // 3))
+        names = world.names()
+        gpus = _gpus(world.gpus, width, max(2, room // 3), names)
         parts, room = [*parts, *gpus[0]], room - gpus[1]
         if world.one is None:
-            line = _queue(world.queue, width, max(2, room // 2))
-            parts, room = [*parts, *line[0]], room - line[1]
-        return [*parts, *_lines(world.lines, room, world.one is None)]
+            for lines, used in (
+                _queue(world.queue, width, max(2, room // 2), chosen, mark),
+                _ended(world.ended, width, (room - EVENT_LINES) // 2, chosen, mark),
+            ):
+                parts, room = [*parts, *lines], room - used
+        curve = _curve(world, chosen, width, room - EVENT_LINES, utf8)
+        parts, room = [*parts, *curve], room - len(curve)
+        return [*parts, *_lines(world.lines, room, world.one is None, names)]
 
     def _head(self) -> Text:
         world = self.world
@@ -85,8 +102,17 @@ class Frame:
             words.append(f" {world.away_why}", style="red")
         return words
 
-    def _foot(self) -> Text:
-        return Text(f"q quit  {self.address}", style="dim", no_wrap=True, overflow="ellipsis")
+    def _foot(self, utf8: bool) -> Text:
+        keys, world = self.keys, self.world
+        if keys is None:
+            return Text(f"q quit  {self.address}", style="dim", no_wrap=True, overflow="ellipsis")
+        if keys.question is not None:
+            name = world.names().get(keys.question, keys.question)
+            return Text(f"cancel {name}? y: yes, any other key: no", style="bold", no_wrap=True, overflow="ellipsis")
+        words = ["q quit", "bksp back"] if keys.opened else ["q quit"]
+        words += [] if world.one is not None else ["↑↓ select" if utf8 else "j/k select", "enter open"]
+        words += ["p pause", "r resume", "c cancel"]
+        return Text("  ".join([*words, self.address]), style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def _count(rows: Sequence[Any], asked: int) -> str:
@@ -148,7 +174,13 @@ def _loss(watched: Watched) -> str:
     return "" if last is None else f"{last:.3f}"
 
 
-def _jobs(jobs: Sequence[Watched], width: int, utf8: bool, room: int) -> tuple[list[Any], int]:
+def _marked(job_id: str | None, chosen: str | None, mark: str) -> Text:
+    return Text(mark if chosen is not None and job_id == chosen else " ", style="bold cyan")
+
+
+def _jobs(
+    jobs: Sequence[Watched], width: int, utf8: bool, room: int, chosen: str | None, mark: str
+) -> tuple[list[Any], int]:
     if not jobs:
         return [Text(""), Text("nothing is at work", style="dim")], 2
     wide = width >= WIDE
@@ -157,11 +189,13 @@ def _jobs(jobs: Sequence[Watched], width: int, utf8: bool, room: int) -> tuple[l
     table = Table.grid(padding=(0, 1))
     shown = list(jobs)[: max(1, room - 2)]
     names = [one.job.name or (one.job.id if wide else one.job.id[-10:]) for one in shown]
+    table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis", width=_width(names, width))
     for name, one in zip(names, shown, strict=True):
         job, progress = one.job, one.job.progress
         share = "" if progress is None or not progress.total_steps else f"{progress.step / progress.total_steps:4.0%}"
         cells = [
+            (0, _marked(job.id, chosen, mark)),
             (0, Text(name)),
             (0, _status(job)),
             (60, _bar(job, bar)),
@@ -222,7 +256,65 @@ def _model(job: Job) -> str:
     return str(model.get("id") or model.get("path") or "") if isinstance(model, dict) else str(model)
 
 
-def _gpus(gpus: Sequence[dict[str, Any]], width: int, room: int) -> tuple[list[Any], int]:
+def _ended(jobs: Sequence[Job], width: int, room: int, chosen: str | None, mark: str) -> tuple[list[Any], int]:
+    """The newest jobs that have ended or are paused, with what they came to."""
+    if not jobs or room < 3:
+        return [], 0
+    wide = width >= WIDE
+    table = Table.grid(padding=(0, 1), expand=True)
+    shown = list(jobs)[: room - 2]
+    names = [job.name or (job.id if wide else job.id[-10:]) for job in shown]
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis", width=_width(names, width))
+    for _ in range(3 if wide else 2):
+        table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for name, job in zip(names, shown, strict=True):
+        took = _took(job)
+        ago = f"{age(job.finished_at)} ago" if job.finished_at else ""
+        cells = [_marked(job.id, chosen, mark), Text(name), _status(job), *([Text(took)] if wide else []), Text(ago)]
+        table.add_row(*cells, Text(_outcome(job)))
+    return [Text(""), _title("Ended or paused"), table], 2 + len(shown)
+
+
+def _took(job: Job) -> str:
+    if not job.started_at or not job.finished_at:
+        return ""
+    whole = datetime.fromisoformat(job.finished_at) - datetime.fromisoformat(job.started_at)
+    return duration(whole.total_seconds())
+
+
+def _outcome(job: Job) -> str:
+    """The figures of a result, or why there is none."""
+    result = job.result or {}
+    before, after = result.get("eval_before") or {}, result.get("eval_after") or {}
+    words = [f"train_loss {number(result['train_loss'])}"] if result.get("train_loss") is not None else []
+    for name, value in after.items():
+        if isinstance(value, int | float):
+            first = before.get(name)
+            words.append(
+                f"{name} {number(first)} to {number(value)}" if first is not None else f"{name} {number(value)}"
+            )
+    return "  ".join(words) or (job.reason or "")
+
+
+def _curve(world: World, chosen: str | None, width: int, room: int, utf8: bool) -> list[Any]:
+    """The loss of the chosen job, or of the first one, with axes; every part is one line."""
+    if world.one is None and width < WIDE:
+        return []
+    found = next((one for one in world.jobs if one.job.id == chosen), None)
+    found = found or next((one for one in world.jobs if len(one.steps) > 1), None)
+    if found is None or room < LEAST_HEIGHT + 2:
+        return []
+    points = list(zip(found.steps, found.loss, strict=True))
+    lines = plot(points, min(width, 120), min(room, PLOT_LINES) - 2, utf8)
+    if not lines:
+        return []
+    title = "Loss" if world.one is not None else f"Loss of {found.job.name or found.job.id}"
+    return [Text(""), _title(title), *(Text(line, style="cyan", no_wrap=True) for line in lines)]
+
+
+def _gpus(gpus: Sequence[dict[str, Any]], width: int, room: int, names: Mapping[str, str]) -> tuple[list[Any], int]:
     if not gpus or room < 2:
         return [], 0
     wide = width >= WIDE
@@ -233,7 +325,10 @@ def _gpus(gpus: Sequence[dict[str, Any]], width: int, room: int) -> tuple[list[A
     for row in shown:
         busy, used, total = row.get("busy_percent"), row.get("used_bytes"), row.get("memory_bytes")
         memory = f"{size(used)} of {size(total)}" if used is not None and total else size(total) if total else ""
-        whose = row.get("job") or row.get("reason") or ("another project" if row.get("state") == "busy" else "")
+        job = row.get("job")
+        whose = (
+            names.get(str(job), job) or row.get("reason") or ("another project" if row.get("state") == "busy" else "")
+        )
         table.add_row(
             Text(str(row["gpu"])),
             Text(str(row["state"]), style=GPU_STYLE.get(str(row["state"]), "red")),
@@ -247,7 +342,9 @@ def _gpus(gpus: Sequence[dict[str, Any]], width: int, room: int) -> tuple[list[A
     return [Text(""), _title(f"{title}{more}"), table], 2 + len(shown)
 
 
-def _queue(rows: Sequence[dict[str, Any]], width: int, room: int) -> tuple[list[Any], int]:
+def _queue(
+    rows: Sequence[dict[str, Any]], width: int, room: int, chosen: str | None, mark: str
+) -> tuple[list[Any], int]:
     if not rows or room < 3:
         return [], 0
     table = Table.grid(padding=(0, 1), expand=True)
@@ -255,12 +352,14 @@ def _queue(rows: Sequence[dict[str, Any]], width: int, room: int) -> tuple[list[
     names = [row["name"] or row["job"] or "another project's" for row in shown]
     owners = [row["owner"] or "" for row in shown]
     starts = [clock(row["estimated_start"]) for row in shown]
+    table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True, width=max(len(str(row["position"] or "-")) for row in shown))
     for column in (names, owners, starts):
         table.add_column(no_wrap=True, overflow="ellipsis", width=_width(column, width))
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for row, name, owner, start in zip(shown, names, owners, starts, strict=True):
         table.add_row(
+            _marked(row["job"], chosen, mark),
             Text(str(row["position"]) if row["position"] is not None else "-"),
             Text(name),
             Text(owner),
@@ -271,14 +370,14 @@ def _queue(rows: Sequence[dict[str, Any]], width: int, room: int) -> tuple[list[
     return [Text(""), _title(f"Waiting{more}"), table], 2 + len(shown)
 
 
-def _lines(lines: Sequence[Line], room: int, named: bool) -> list[Any]:
+def _lines(lines: Sequence[Line], room: int, named: bool, names: Mapping[str, str]) -> list[Any]:
     if not lines or room < 3:
         return []
     parts: list[Any] = [Text(""), _title("Events")]
     for line in lines[-(room - 2) :]:
         words = Text(f"{line.at:%H:%M:%S} ", style="dim", no_wrap=True, overflow="ellipsis")
         if named and line.job is not None:
-            words.append(f"{line.job[-10:]} ", style="cyan")
+            words.append(f"{names.get(line.job, line.job[-10:])} ", style="cyan")
         words.append(line.words.replace("\n", " "), style="default")
         parts.append(words)
     return parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -37,7 +38,10 @@ class Look:
         self.world = World(one=job_id)
         self._client, self._interval, self._patience = client, interval, patience
         self.on_change = on_change
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._target = job_id
+        self._asked: deque[tuple[str, str]] = deque()
+        """Actions and jobs, as keys have asked for them."""
         self._seen: dict[str, int] = {}
         """Job → the last event told."""
         self._begun = datetime.now(UTC)
@@ -49,16 +53,26 @@ class Look:
     def stop(self, seconds: float = 2.0) -> None:
         """Whatever it waits for: it is told, and left to itself when it does not come within `seconds`."""
         self._stop.set()
+        self._wake.set()
         self._thread.join(seconds)
+
+    def follow(self, job_id: str | None) -> None:
+        """Look at this job from now on; None: at all."""
+        self._target = job_id
+        self._wake.set()
+
+    def ask(self, action: str, job_id: str) -> None:
+        """`pause`, `resume` or `cancel` a job. A refusal becomes a line of what has happened."""
+        self._asked.append((action, job_id))
+        self._wake.set()
 
     def _run(self) -> None:
         delay = FIRST_DELAY
         while not self._stop.is_set():
             try:
+                self._act()
                 self._put(self._once(self.world))
                 wait, delay = self._interval, FIRST_DELAY
-                if self.world.over is not None:
-                    return
             except EftClientError as error:
                 since = self.world.away_since or time.monotonic()
                 pause = backoff(error, delay)
@@ -73,7 +87,19 @@ class Look:
             except Exception as error:  # a thread has nobody above it: the one that draws raises it
                 self._put(replace(self.world, error=error))
                 return
-            self._stop.wait(wait)
+            self._wake.wait(wait)
+            self._wake.clear()
+
+    def _act(self) -> None:
+        while self._asked:
+            action, job_id = self._asked[0]
+            try:
+                getattr(self._client, action)(job_id)
+            except ApiError as error:
+                if backoff(error, FIRST_DELAY) is not None:
+                    raise  # asked again once the server is back
+                self.world = replace(self.world, lines=_with(self.world.lines, job_id, f"not done: {error.message}"))
+            self._asked.popleft()
 
     def _put(self, world: World) -> None:
         self.world = world
@@ -84,21 +110,22 @@ class Look:
         if old.away_since is not None:
             lines = _with(lines, None, f"the server is back after {time.monotonic() - old.away_since:.0f} s")
         before = {one.job.id: one for one in old.jobs}
-        if old.one is not None:
-            job = self._client.get(old.one)
+        one = self._target
+        if one is not None:
+            job = self._client.get(one)
             chosen, ended, queue = [job], [], []
         else:
             chosen = self._client.jobs(status=AT_WORK, limit=JOBS).jobs
-            ended = self._client.jobs(status=("succeeded", "failed", "cancelled"), limit=ENDED).jobs
+            ended = self._client.jobs(status=("succeeded", "failed", "cancelled", "paused"), limit=ENDED).jobs
             queue = self._client.queue.show(limit=QUEUE)
         for job in sorted([*ended, *chosen], key=lambda job: job.created_at):
-            for event in self._new_events(job, everything=old.one is not None):
+            for event in self._new_events(job, everything=one is not None):
                 words = event_words(event)
                 if words is not None:
                     lines = _with(lines, job.id, words, event.time)
         jobs = tuple(self._watched(job, before.get(job.id)) for job in chosen)
         return World(
-            one=old.one,
+            one=one,
             jobs=jobs,
             ended=tuple(ended),
             queue=tuple(queue),
@@ -143,7 +170,8 @@ class Look:
         if job.progress is None:
             return Watched(job)
         curves = self._client.metrics(job.id, names=["loss", "tokens_per_second", "eval_loss"], points=POINTS)
-        loss = tuple(value for _, value in curves.get("loss", []))
+        points = curves.get("loss", [])
+        loss, steps = tuple(value for _, value in points), tuple(int(step) for step, _ in points)
         speed = curves.get("tokens_per_second")
         held = curves.get("eval_loss")
         return Watched(
@@ -151,6 +179,7 @@ class Look:
             loss,
             f"eval_loss {number(held[-1][1])} at step {held[-1][0]}" if held else "",
             speed[-1][1] if speed else None,
+            steps,
         )
 
 

@@ -122,11 +122,13 @@ def _leave(number: int, frame: FrameType | None) -> None:
 Draw = Callable[[], RenderableType]
 
 
-def run(screen: Screen, draw: Draw, done: Callable[[], bool], seconds: float = 1.0) -> bool:
-    """Draw until `done` (True) or somebody presses q (False)."""
+def run(
+    screen: Screen, draw: Draw, done: Callable[[], bool], press: Callable[[str], bool], seconds: float = 1.0
+) -> bool:
+    """Draw until `done` (True), or until `press`, which gets the keys, leaves (False)."""
     while True:
         screen.draw(draw())
         if done():
             return True
-        if "q" in screen.wait(seconds).lower():
+        if press(screen.wait(seconds)):
             return False

@@ -32,6 +32,8 @@ class Watched:
     evaluation: str = ""
     """The latest, in words."""
     tokens_per_second: float | None = None
+    steps: tuple[int, ...] = ()
+    """The steps of the curve's values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class World:
     jobs: tuple[Watched, ...] = ()
     """Those that are not waiting and have not ended, or the one."""
     ended: tuple[Job, ...] = ()
-    """The last ones, newest first."""
+    """The last ones that have ended or are paused, newest first."""
     queue: tuple[dict[str, Any], ...] = ()
     gpus: tuple[dict[str, Any], ...] = ()
     lines: tuple[Line, ...] = ()
@@ -55,6 +57,19 @@ class World:
     """Something has been heard of the server."""
     error: Exception | None = field(default=None, repr=False)
     """Why looking has ended."""
+
+    def listed(self) -> list[str]:
+        """Ids of the jobs that a list of all shows, from above."""
+        rows = [str(row["job"]) for row in self.queue if row["job"]]
+        return list(dict.fromkeys([*(one.job.id for one in self.jobs), *rows, *(job.id for job in self.ended)]))
+
+    def names(self) -> dict[str, str]:
+        """Names of the jobs that have one, by id."""
+        found = {str(row["job"]): str(row["name"]) for row in self.queue if row["job"] and row["name"]}
+        for job in (*self.ended, *(one.job for one in self.jobs)):
+            if job.name:
+                found[job.id] = job.name
+        return found
 
     @property
     def over(self) -> Job | None:
