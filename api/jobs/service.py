@@ -307,8 +307,10 @@ class Jobs:
             full = f"give the full path, from `/` on, below one of the folders in {setting}"
             words = hints.of_source(path) if field.startswith("data.") else full
             return Fault("path_not_allowed", words, field)
+        upload = "; a path without `/` in front is a file beside the job file, which `eft submit` uploads"
+        upload = upload if field.startswith("data.") else ""
         if not roots:
-            words = f"paths are not allowed here; the administrator can allow folders with {setting}"
+            words = f"paths are not allowed here; the administrator can allow folders with {setting}{upload}"
             return Fault("path_not_allowed", words, field)
         try:
             real = Path(os.path.realpath(path))
@@ -321,7 +323,8 @@ class Jobs:
                     return None
         except (OSError, ValueError):  # a link on the way that may not be read, a name that no file system has
             pass
-        return Fault("path_not_allowed", f"`{printable(path)}` is below none of the folders in {setting}", field)
+        words = f"`{printable(path)}` is below none of the folders in {setting}{upload}"
+        return Fault("path_not_allowed", words, field)
 
     def _is_somebodys(self, real: Path, root: Path) -> bool:
         """Every project's files and artifacts lie on the data root: one drawn around it opens none of them."""
