@@ -214,7 +214,7 @@ def _describe(app: FastAPI, policies: Policies) -> None:
         if app.openapi_schema is None:
             document = plain_openapi()
             schemas = document["components"]["schemas"]
-            schemas.update(openapi_schemas() | pipeline_schemas())
+            schemas.update(openapi_schemas() | pipeline_schemas() | errors.error_schemas())
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
             for path, methods in document["paths"].items():

@@ -36,7 +36,9 @@ def micro_batches(spec: JobSpec) -> int:
 def step_size(spec: JobSpec) -> int:
     """Rows or tokens of an optimizer step at most, on all ranks. Rows of a stage that answers prompts are prompts."""
     size = micro_batch(spec)[0] * micro_batches(spec)
-    return size // spec.stage.num_generations if isinstance(spec.stage, RolloutStage) else size
+    if isinstance(spec.stage, RolloutStage):
+        return max(1, size // spec.stage.num_generations)  # fewer answers than a group are refused (`no_whole_groups`)
+    return size
 
 
 def steps_for(count: float, size: int) -> int:
