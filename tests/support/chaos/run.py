@@ -32,6 +32,8 @@ MOST_OPEN = 12
 """Jobs that are not over; more are not submitted, so that the end comes in a bounded time."""
 MOST_KILLS = 4
 """Kills of one job's trainers at most: the wait before its next try doubles with each."""
+SILENT = "fell silent"
+"""In the reason where a trainer has ended itself, since its worker did not hold the lease (worker/attempt/outcome.py)."""
 CALM_TRIES = 3
 """Jobs that a spec may need until one was undisturbed."""
 
@@ -192,7 +194,8 @@ class Run:
                 events = people.get(f"/jobs/{job['id']}/events", params={"format": "json", "limit": 1000}).json()[
                     "data"
                 ]
-                lost = [event["data"] for event in events if event["data"].get("lost")]
+                told = [event["data"] for event in events if event["type"] == "status"]
+                lost = [one for one in told if one.get("lost") or SILENT in str(one.get("reason"))]
                 assert job["attempt"] == 2 + len(lost), f"disturbed: {events}"  # one to prepare, one to train
                 if lost:
                     self.say(f"{job['id']} was disturbed: {lost}")
