@@ -308,8 +308,12 @@ class People:
         return None
 
     def get(self, path: str, **request: Any) -> httpx.Response:
-        """For the time after the storm: the answer must come, and be 200."""
-        reply = self._client.get(path, **request)
+        """For the time before and after the storm: the answer must come, and be 200. The server may have closed an idle
+        connection while a busy machine kept us from using it: then on another one."""
+        try:
+            reply = self._client.get(path, **request)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            reply = self._client.get(path, **request)
         assert reply.status_code == 200, f"GET {path}: {reply.status_code} {reply.text[:300]}"
         return reply
 

@@ -33,7 +33,7 @@ MOST_OPEN = 12
 MOST_KILLS = 4
 """Kills of one job's trainers at most: the wait before its next try doubles with each."""
 SILENT = "fell silent"
-"""In the reason where a trainer has ended itself, since its worker did not hold the lease (worker/attempt/outcome.py)."""
+"""In the reason where a trainer has ended itself, since its worker lost its lease (worker/attempt/outcome.py)."""
 CALM_TRIES = 3
 """Jobs that a spec may need until one was undisturbed."""
 
@@ -191,9 +191,8 @@ class Run:
         for _ in range(CALM_TRIES):
             missing = [number for number in range(len(people.specs)) if number not in found]
             for number, job in zip(missing, self._run_in_calm(people, missing), strict=True):
-                events = people.get(f"/jobs/{job['id']}/events", params={"format": "json", "limit": 1000}).json()[
-                    "data"
-                ]
+                page = people.get(f"/jobs/{job['id']}/events", params={"format": "json", "limit": 1000})
+                events = page.json()["data"]
                 told = [event["data"] for event in events if event["type"] == "status"]
                 lost = [one for one in told if one.get("lost") or SILENT in str(one.get("reason"))]
                 assert job["attempt"] == 2 + len(lost), f"disturbed: {events}"  # one to prepare, one to train
