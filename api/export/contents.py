@@ -38,6 +38,7 @@ TABLES = (
     "sweeps",
     "sessions",
     "session_operations",
+    "session_saves",
     "servings",
     "pipelines",
     "pipeline_steps",
