@@ -47,21 +47,21 @@ LONGEST = (
 SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     # name: (minutes, folders and the files of them that go first, pytest options)
     "service": (
-        29,
+        40,
         [*(f"{name}.py" for name in LONGEST), "contract", "e2e", "chaos", "service"],
         ["-n", "4", *LONGEST_FIRST],
     ),
     "train": (
-        16,
+        20,
         [
             *("resume", "train/test_streaming.py", "train/test_tokens.py", "train/test_hostile_models.py", "oracle"),
             *("train", "kernels", "render"),
         ],
         ["-n", "2", *LONGEST_FIRST],
     ),
-    "rest": (5, ["db", "unit"], ["-n", "3", *LONGEST_FIRST]),
+    "rest": (5.5, ["db", "unit"], ["-n", "3", *LONGEST_FIRST]),
     # Its plugin starts pytest again over torch's CUDA build. Tests of a group share what is computed on the CPU.
-    "rehearsal": (4, ["rehearsal"], ["-p", "tests.rehearsal.environment", "-n", "2", "--dist", "loadgroup"]),
+    "rehearsal": (5, ["rehearsal"], ["-p", "tests.rehearsal.environment", "-n", "2", "--dist", "loadgroup"]),
 }
 
 IMPORT_SECONDS = 5.0
