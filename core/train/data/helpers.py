@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -76,13 +77,22 @@ class Helpers:
         codes = []
         for process in self._started:
             process.join(1.0)
-            codes.append(process.exitcode)
+            codes.append(_exit_code(process))
         if -signal.SIGKILL in codes:
             return HelperKilled("a process that makes tokens of rows was killed (SIGKILL)")
         if -signal.SIGABRT in codes and memory_limit.of_helpers() is not None:  # so end libraries in Rust
             return HelperShort(_short())
         died = ", ".join(str(code) for code in codes if code) or "unknown"
         return RuntimeError(f"a process that makes tokens of rows has died (exit status {died}): {error}")
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    """Of a process that is gone. The pool's own thread waits for it as well: where that one got the status, it is
+    written down a moment later."""
+    until = time.monotonic() + 1.0
+    while (code := process.exitcode) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return code
 
 
 def _short() -> str:
