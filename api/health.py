@@ -16,6 +16,7 @@ from api.deps import App
 from api.http.errors import responses
 from api.queue.settings import queue_settings
 from core import __version__, health
+from core.base.attribute_docs import AttributeDocsModel
 from core.spec.job import SPEC_VERSION
 
 router = APIRouter(tags=["service"], dependencies=[PUBLIC])
@@ -33,9 +34,8 @@ class CheckView(BaseModel):
     detail: str
 
 
-class Readiness(BaseModel):
+class Readiness(AttributeDocsModel):
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [
                 {

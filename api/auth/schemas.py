@@ -13,6 +13,7 @@ from api.auth.service import rights_of
 from api.fields import Name, trimmed, unmistakable
 from api.http.body import Body
 from api.view import iso, view_of
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import ApiKey, Audit, Membership, Project, User
 
 
@@ -48,10 +49,10 @@ class UserChange(Body):
     """True: no key of theirs works from now on. Jobs of theirs go on."""
 
 
-class UserView(BaseModel):
+class UserView(AttributeDocsModel):
     """Somebody who uses this box."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [USER]})
+    model_config = ConfigDict(json_schema_extra={"examples": [USER]})
     id: str
     name: str
     box_admin: bool
@@ -83,10 +84,10 @@ class NewProject(Body):
     """User (id or name) who becomes its first admin. Default: you."""
 
 
-class ProjectView(BaseModel):
+class ProjectView(AttributeDocsModel):
     """What jobs, files and keys belong to."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [PROJECT]})
+    model_config = ConfigDict(json_schema_extra={"examples": [PROJECT]})
     id: str
     name: str
     preemptible: bool
@@ -192,10 +193,10 @@ class KeyWish(Body):
     """Another project (id or name); for admins of the box. Default: your key's."""
 
 
-class KeyView(BaseModel):
+class KeyView(AttributeDocsModel):
     """A key, less its secret. It acts for one user in one project."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [KEY]})
+    model_config = ConfigDict(json_schema_extra={"examples": [KEY]})
     id: str
     prefix: str
     """The eight characters behind `eft_`."""
@@ -222,7 +223,7 @@ class KeyView(BaseModel):
 class RevokedKeyView(KeyView):
     """With those that ended with it."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [REVOKED]})
+    model_config = ConfigDict(json_schema_extra={"examples": [REVOKED]})
     also_revoked: list[str]
     """Ids of keys that were made with it or succeeded it, and worked until now."""
 
@@ -234,11 +235,10 @@ class NewKeyView(KeyView):
     key: str
 
 
-class KeyPage(BaseModel):
+class KeyPage(AttributeDocsModel):
     """Newest first."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"data": [KEY], "has_more": False, "next": None}]},
     )
     data: list[KeyView]
@@ -272,10 +272,10 @@ _ME: dict[str, Any] = {
 }
 
 
-class Me(BaseModel):
+class Me(AttributeDocsModel):
     """Show the current key, and what it may do."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_ME]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_ME]})
     user: Named
     project: Named
     role: Role | None
@@ -318,10 +318,10 @@ _ENTRY: dict[str, Any] = {
 }
 
 
-class AuditEntry(BaseModel):
+class AuditEntry(AttributeDocsModel):
     """One change."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_ENTRY]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_ENTRY]})
     id: str
     time: str
     action: str
@@ -339,11 +339,10 @@ class AuditEntry(BaseModel):
     """What has changed."""
 
 
-class AuditPage(BaseModel):
+class AuditPage(AttributeDocsModel):
     """Newest first."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"data": [_ENTRY], "has_more": False, "next": None}]},
     )
     data: list[AuditEntry]

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from api.view import iso
+from core.base.attribute_docs import AttributeDocsModel
 from core.jobs.admission.checkpoints import StoredCheckpoint
 
 _CHECKPOINT: dict[str, Any] = {
@@ -21,10 +22,10 @@ _CHECKPOINT: dict[str, Any] = {
 }
 
 
-class CheckpointView(BaseModel):
+class CheckpointView(AttributeDocsModel):
     """A complete state of a job's training."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_CHECKPOINT]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_CHECKPOINT]})
     id: str
     """Name of the folder and number of the attempt."""
     job: str
@@ -46,11 +47,10 @@ class CheckpointList(BaseModel):
     data: list[CheckpointView]
 
 
-class CheckpointVerdict(BaseModel):
+class CheckpointVerdict(AttributeDocsModel):
     """Whether every file of a checkpoint is as its manifest says."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [{"id": _CHECKPOINT["id"], "job": _CHECKPOINT["job"], "whole": True, "fault": None}]
         },

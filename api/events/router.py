@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +23,7 @@ from api.errors import BadRequest
 from api.events.hub import view
 from api.handles import JobId
 from api.http.errors import responses
+from core.base.attribute_docs import AttributeDocsModel
 from core.jobs.lifecycle.submit import Actor, find
 from core.jobs.views import queries
 
@@ -41,10 +42,10 @@ _EVENT: dict[str, Any] = {
 }
 
 
-class EventView(BaseModel):
+class EventView(AttributeDocsModel):
     """One thing that happened to a job."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_EVENT]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_EVENT]})
     seq: int
     """Counts from 1 without gaps; the id of a server-sent event."""
     type: str
@@ -58,9 +59,8 @@ class EventView(BaseModel):
     """What a type carries: for `status` from, to and reason."""
 
 
-class EventPage(BaseModel):
+class EventPage(AttributeDocsModel):
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"data": [_EVENT], "has_more": False, "next": 3}]},
     )
     data: list[EventView]

@@ -22,6 +22,7 @@ from api.http.once import Asked, Once, answer, earlier
 from api.http.waiting import Wait, asked_for, has_ended, until
 from api.jobs.service import JSON_TYPES, Jobs, decode
 from api.view import iso
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Job
 from core.errors import Fault, NotFound, SpecError
 from core.jobs.lifecycle import previews
@@ -91,10 +92,10 @@ _BODY = {
 }
 
 
-class PreviewView(BaseModel):
+class PreviewView(AttributeDocsModel):
     """What training would make of a file."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_PREVIEW]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_PREVIEW]})
     id: str
     file_id: str
     status: str

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.view import view_of
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import File
 
 _ID = "file-01kar3v8x5m2h6n9qst4wyz0bc"
@@ -32,10 +33,9 @@ _FILE: dict[str, Any] = {
 }
 
 
-class FileReportView(BaseModel):
+class FileReportView(AttributeDocsModel):
     """What was found in a file that was taken."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     container: str
     """jsonl, json, csv or parquet: told by its bytes."""
     rows: int
@@ -51,10 +51,10 @@ class FileReportView(BaseModel):
     """What is not wrong, but to be known, such as cells that look like formulas."""
 
 
-class FileView(BaseModel):
+class FileView(AttributeDocsModel):
     """An uploaded, checked file."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_FILE]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_FILE]})
     id: str
     filename: str
     """As it was named by whoever sent it."""
@@ -69,11 +69,10 @@ class FileView(BaseModel):
     links: dict[str, str]
 
 
-class FilePage(BaseModel):
+class FilePage(AttributeDocsModel):
     """Newest first."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"data": [_FILE], "has_more": False, "next": None}]},
     )
     data: list[FileView]

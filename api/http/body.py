@@ -10,6 +10,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType
+from core.base.attribute_docs import AttributeDocsModel
 from core.errors import Fault, TooLarge
 from core.spec.load import load_json, storable
 
@@ -19,11 +20,11 @@ BODY_SECONDS = 60.0
 M = TypeVar("M", bound=BaseModel)
 
 
-class Body(BaseModel):
+class Body(AttributeDocsModel):
     """Base of what small requests carry. Unknown fields are errors, and so are values of another type than the field's;
     attribute docstrings are the reference."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 async def read_body(request: Request, most: int) -> bytes:

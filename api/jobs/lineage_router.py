@@ -12,6 +12,7 @@ from api.auth.policy import Reading
 from api.deps import App
 from api.handles import JobId
 from api.http.errors import responses
+from core.base.attribute_docs import AttributeDocsModel
 from core.jobs.admission import lineage
 from core.jobs.lifecycle.submit import find
 
@@ -41,20 +42,18 @@ class HashedData(BaseModel):
     eval: list[str]
 
 
-class HashedCode(BaseModel):
+class HashedCode(AttributeDocsModel):
     """The code that trained."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     eft: str | None
     """Version of eft."""
     sha256: str | None
     """SHA-256 over all sources of the trainer."""
 
 
-class Generation(BaseModel):
+class Generation(AttributeDocsModel):
     """One job of a lineage. What no attempt has told yet is null or empty."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     job: str
     name: str | None
     pipeline: str | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from core.base.attribute_docs import AttributeDocsModel
 
 EXAMPLE: dict[str, Any] = {
     "parameters": 134515008,
@@ -76,11 +76,7 @@ EXAMPLE: dict[str, Any] = {
 }
 
 
-class _View(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class PlanItem(_View):
+class PlanItem(AttributeDocsModel):
     """A kind of bytes."""
 
     kind: str
@@ -89,7 +85,7 @@ class PlanItem(_View):
     why: str
 
 
-class PlanDisk(_View):
+class PlanDisk(AttributeDocsModel):
     """Below the data root."""
 
     bytes: list[PlanItem]
@@ -99,7 +95,7 @@ class PlanDisk(_View):
     """Free bytes of the data root; null: it is an object store."""
 
 
-class PlanMethod(_View):
+class PlanMethod(AttributeDocsModel):
     """What the job is on such a slot."""
 
     type: str
@@ -113,7 +109,7 @@ class PlanMethod(_View):
     """The candidates of `method: auto` before this one (`rung`), each with why it was not taken (`reason`)."""
 
 
-class PlanTime(_View):
+class PlanTime(AttributeDocsModel):
     """Time of training alone."""
 
     seconds: float | None
@@ -125,7 +121,7 @@ class PlanTime(_View):
     reason: str
 
 
-class PlanPass(_View):
+class PlanPass(AttributeDocsModel):
     """The largest forward pass."""
 
     rows: int
@@ -135,7 +131,7 @@ class PlanPass(_View):
     """Where the job says how large it is."""
 
 
-class PlanPlace(_View):
+class PlanPlace(AttributeDocsModel):
     """Slots that are alike."""
 
     slots: list[str]
@@ -174,7 +170,7 @@ class PlanPlace(_View):
     time: PlanTime
 
 
-class PlanBatch(_View):
+class PlanBatch(AttributeDocsModel):
     """What goes through the model at once, as the job asks for it."""
 
     micro_batch: int
@@ -189,7 +185,7 @@ class PlanBatch(_View):
     """Where that is from, or why it is null."""
 
 
-class PlanView(_View):
+class PlanView(AttributeDocsModel):
     """The memory plan of a job (docs/plans.md): an estimate."""
 
     parameters: int

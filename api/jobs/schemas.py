@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from api.http.body import Body
 from api.jobs import plan_schemas
 from api.view import view_of
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Artifact, Job
 from core.jobs.lifecycle.deletion import Freed
 from core.spec.job import JobSpec, Note, Tags
@@ -82,10 +83,10 @@ _JOB: dict[str, Any] = {
 }
 
 
-class JobView(BaseModel):
+class JobView(AttributeDocsModel):
     """A job as it is now."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_JOB]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_JOB]})
 
     id: str
     name: str | None
@@ -140,21 +141,19 @@ class JobView(BaseModel):
 _FREED: dict[str, Any] = {"checkpoints": 1214511104, "artifacts": 19620812, "other": 48211}
 
 
-class FreedView(BaseModel):
+class FreedView(AttributeDocsModel):
     """Bytes of its run folder."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     checkpoints: int
     artifacts: int
     other: int
     """Logs, events and records."""
 
 
-class JobDeleted(BaseModel):
+class JobDeleted(AttributeDocsModel):
     """The job is gone, and so is all it has written."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"id": _ID, "deleted": True, "freed_bytes": _FREED}]},
     )
     id: str
@@ -194,11 +193,10 @@ class JobRetry(Body):
     """Default: as before."""
 
 
-class JobPage(BaseModel):
+class JobPage(AttributeDocsModel):
     """Newest first."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"data": [_JOB | {"spec": None}], "has_more": True, "next": _ID}]},
     )
     data: list[JobView]
@@ -207,11 +205,10 @@ class JobPage(BaseModel):
     """Give it as `after` for the next page; null on the last one."""
 
 
-class DryRun(BaseModel):
+class DryRun(AttributeDocsModel):
     """What would run; nothing was stored."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [
                 {
@@ -244,10 +241,9 @@ _ARTIFACT: dict[str, Any] = {
 }
 
 
-class ArtifactView(BaseModel):
+class ArtifactView(AttributeDocsModel):
     """One file the job hands back."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     path: str
     kind: str
     bytes: int

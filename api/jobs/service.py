@@ -307,8 +307,9 @@ class Jobs:
             full = f"give the full path, from `/` on, below one of the folders in {setting}"
             words = hints.of_source(path) if field.startswith("data.") else full
             return Fault("path_not_allowed", words, field)
-        upload = "; a path without `/` in front is a file beside the job file, which `eft submit` uploads"
-        upload = upload if field.startswith("data.") else ""
+        upload = ""
+        if field.startswith("data."):
+            upload = "; a path without `/` in front is a file beside the job file, which `eft submit` uploads"
         if not roots:
             words = f"paths are not allowed here; the administrator can allow folders with {setting}{upload}"
             return Fault("path_not_allowed", words, field)

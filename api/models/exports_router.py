@@ -19,6 +19,7 @@ from api.http.body import Body, json_body, read_json
 from api.http.errors import responses
 from api.http.once import Asked, answer
 from api.view import iso
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Job
 from core.errors import NotFound
 from core.jobs.lifecycle.registry import entries, exports
@@ -55,10 +56,10 @@ class ExportWish(Body):
     limit."""
 
 
-class ExportView(BaseModel):
+class ExportView(AttributeDocsModel):
     """Formats of a model that were asked for together."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_EXPORT]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXPORT]})
     id: str
     model: str
     status: str

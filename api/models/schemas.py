@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.http.body import Body
 from api.view import view_of
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Artifact
 from core.jobs.lifecycle.registry.entries import TAG
 from core.jobs.views.models import DescribedModel
@@ -57,10 +58,9 @@ _MODEL: dict[str, Any] = {
 }
 
 
-class FormatView(BaseModel):
+class FormatView(AttributeDocsModel):
     """One form in which the model is there."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     folder: str
     """Folder of its files."""
     type: str
@@ -76,10 +76,10 @@ class FormatView(BaseModel):
     """Size of its files; 0: they were not kept."""
 
 
-class ModelView(BaseModel):
+class ModelView(AttributeDocsModel):
     """A model of the registry."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_MODEL]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_MODEL]})
     id: str
     """That of its job, with `model` in place of `job`."""
     name: str | None
@@ -108,11 +108,10 @@ class ModelView(BaseModel):
     links: dict[str, str]
 
 
-class ModelPage(BaseModel):
+class ModelPage(AttributeDocsModel):
     """Newest first."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"data": [_MODEL], "has_more": False, "next": None}]},
     )
     data: list[ModelView]
@@ -121,11 +120,10 @@ class ModelPage(BaseModel):
     """Give it as `after` for the next page; null on the last one."""
 
 
-class ModelDeleted(BaseModel):
+class ModelDeleted(AttributeDocsModel):
     """The model is gone; the job that made it stays, with its events, metrics and log."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"id": _ID, "deleted": True, "freed_bytes": 164372120}]},
     )
     id: str

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from api.view import iso, view_of
+from core.base.attribute_docs import AttributeDocsModel
 from core.jobs.policies.nodes import NodeStatus
 
 _NODE: dict[str, Any] = {
@@ -25,10 +26,9 @@ _NODE: dict[str, Any] = {
 }
 
 
-class SlotView(BaseModel):
+class SlotView(AttributeDocsModel):
     """A place for one job."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     id: str
     """UUID of a GPU, `cpu`, `prepare-0` …"""
     kind: str
@@ -45,10 +45,10 @@ class Drained(BaseModel):
     reason: str
 
 
-class NodeView(BaseModel):
+class NodeView(AttributeDocsModel):
     """A box and the worker that serves it."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_NODE]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_NODE]})
     name: str
     state: Literal["serving", "draining", "drained", "silent"]
     """draining: nothing new is claimed, and jobs are still leaving; silent: its worker was not heard of for a lease."""

@@ -11,6 +11,7 @@ from api.http.body import Body
 from api.notices.addresses import NotAllowed, parse
 from api.notices.render import Kind
 from api.view import iso, view_of
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Delivery, Webhook
 from core.jobs.base.deliveries import EVENTS, PIPELINE_EVENTS, SWEEP_EVENTS
 
@@ -81,10 +82,10 @@ class WebhookWish(Body):
     """False: only of jobs that name it in `notify`."""
 
 
-class WebhookView(BaseModel):
+class WebhookView(AttributeDocsModel):
     """Where notices go. Of its URL, only what is no secret."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [WEBHOOK]})
+    model_config = ConfigDict(json_schema_extra={"examples": [WEBHOOK]})
     id: str
     name: str
     kind: str
@@ -103,7 +104,7 @@ class WebhookView(BaseModel):
 class SecretView(WebhookView):
     """With the secret that signs, this once."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [SECRET]})
+    model_config = ConfigDict(json_schema_extra={"examples": [SECRET]})
     secret: str | None
     """`whsec_…`; null for a chat, which checks no signature."""
 
@@ -115,10 +116,10 @@ class WebhookList(BaseModel):
     data: list[WebhookView]
 
 
-class DeliveryView(BaseModel):
+class DeliveryView(AttributeDocsModel):
     """One notice for one webhook."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [DELIVERY]})
+    model_config = ConfigDict(json_schema_extra={"examples": [DELIVERY]})
     id: str
     """Sent as `webhook-id`, the same in every attempt."""
     type: str
@@ -134,11 +135,10 @@ class DeliveryView(BaseModel):
     last_error: str | None
 
 
-class DeliveryPage(BaseModel):
+class DeliveryPage(AttributeDocsModel):
     """Newest first."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"data": [DELIVERY], "has_more": False, "next": None}]},
     )
     data: list[DeliveryView]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.http.body import Body
 from api.jobs.schemas import SPEC_LONG
 from api.view import view_of
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Job, Pipeline, PipelineEvent, PipelineStep
 from core.spec.pipeline import PipelineSpec
 
@@ -52,10 +53,9 @@ VIEW: dict[str, Any] = {
 }
 
 
-class GateView(BaseModel):
+class GateView(AttributeDocsModel):
     """A gate, and what came of it."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     metric: str
     min: float | None
     max: float | None
@@ -65,10 +65,9 @@ class GateView(BaseModel):
     """Null until the step has succeeded."""
 
 
-class StepView(BaseModel):
+class StepView(AttributeDocsModel):
     """One step."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     name: str
     status: str
     """`waiting` until its job is submitted; then the status of the job."""
@@ -77,10 +76,10 @@ class StepView(BaseModel):
     gates: list[GateView]
 
 
-class PipelineView(BaseModel):
+class PipelineView(AttributeDocsModel):
     """A pipeline as it is now."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [VIEW]})
+    model_config = ConfigDict(json_schema_extra={"examples": [VIEW]})
     id: str
     name: str | None
     status: str
@@ -95,11 +94,10 @@ class PipelineView(BaseModel):
     links: dict[str, str]
 
 
-class PipelinePage(BaseModel):
+class PipelinePage(AttributeDocsModel):
     """Newest first."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"data": [VIEW], "has_more": False, "next": None}]},
     )
     data: list[PipelineView]
@@ -116,11 +114,10 @@ class PipelineDeleted(BaseModel):
     deleted: bool
 
 
-class PipelineDryRun(BaseModel):
+class PipelineDryRun(AttributeDocsModel):
     """What would run; nothing was stored."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [{"dry_run": True, "steps": [{"name": "general", "gates": [], "job": SPEC_LONG}]}]
         },
@@ -138,10 +135,9 @@ class PipelineRetryWish(Body):
     failed goes on from its newest checkpoint."""
 
 
-class PipelineEventView(BaseModel):
+class PipelineEventView(AttributeDocsModel):
     """One thing that happened to a pipeline."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     seq: int
     """Counts from 1 without gaps; the id of a server-sent event."""
     type: str
@@ -150,9 +146,8 @@ class PipelineEventView(BaseModel):
     data: dict[str, Any]
 
 
-class PipelineEventPage(BaseModel):
+class PipelineEventPage(AttributeDocsModel):
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [
                 {

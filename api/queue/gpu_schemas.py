@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.fields import Moment, Name, Slot, Words
 from api.http.body import Body
 from api.view import iso
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Hold, Maintenance
 from core.jobs.policies.holds import NamedHold
 from core.jobs.scheduling.cluster import SlotState
@@ -51,8 +52,7 @@ _GPU: dict[str, Any] = {
 }
 
 
-class ProcessView(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
+class ProcessView(AttributeDocsModel):
     pid: int
     user: str | None
     name: str | None
@@ -60,10 +60,10 @@ class ProcessView(BaseModel):
     """GPU memory that the process uses, in steps of 256 MiB."""
 
 
-class GpuView(BaseModel):
+class GpuView(AttributeDocsModel):
     """A slot that trains: a GPU, or the CPU of a box without one."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_GPU]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_GPU]})
     gpu: str
     """Its name for `eft gpu`: NODE/INDEX."""
     node: str
@@ -95,10 +95,9 @@ class GpuList(BaseModel):
     data: list[GpuView]
 
 
-class SpanView(BaseModel):
+class SpanView(AttributeDocsModel):
     """A time in which a GPU was not free."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     what: Literal["job", "hold", "drain"]
     job: str | None
     """If it is of this project."""
@@ -181,10 +180,10 @@ class Release(Body):
     gpus: list[Slot] = Field(min_length=1, max_length=64)
 
 
-class HoldView(BaseModel):
+class HoldView(AttributeDocsModel):
     """A GPU that somebody has taken out of the queue."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_HOLD]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_HOLD]})
     gpu: str
     node: str
     slot: str
@@ -246,10 +245,10 @@ class CancelMaintenance(Body):
     id: Name = Field(max_length=40)
 
 
-class MaintenanceView(BaseModel):
+class MaintenanceView(AttributeDocsModel):
     """No job whose time limit reaches into it is started, and what runs when it begins goes on later or elsewhere."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_MAINTENANCE]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_MAINTENANCE]})
     id: str
     node: str | None
     """Null: all."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from api.fields import Name, Whole
 from api.http.body import Body
 from api.view import iso, view_of
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Limit
 from core.jobs.policies.usage import UsageRow
 from core.jobs.views.explain import Explanation
@@ -27,10 +28,10 @@ _PLACE: dict[str, Any] = {
 }
 
 
-class PlaceView(BaseModel):
+class PlaceView(AttributeDocsModel):
     """Why a job waits, and for how long about."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_PLACE]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_PLACE]})
     position: int | None
     """Among the jobs that the same slots can serve; null: it is not in line, or a thousand jobs are before it."""
     code: str
@@ -57,7 +58,7 @@ _WAITING: dict[str, Any] = {
 class WaitingView(PlaceView):
     """A job in the queue."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_WAITING]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_WAITING]})
     phase: Literal["train", "prepare", "preview", "export"]
     """What it waits to have done."""
     job: str | None
@@ -123,10 +124,9 @@ _USAGE: dict[str, Any] = {
 }
 
 
-class UsageView(BaseModel):
+class UsageView(AttributeDocsModel):
     """Usage of an owner in a project."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     owner: str
     project: str
     gpu_hours: float
@@ -199,10 +199,10 @@ class NewLimit(Body):
         return self
 
 
-class LimitView(BaseModel):
+class LimitView(AttributeDocsModel):
     """Shares and quotas of a project or an owner; null: none."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_LIMIT]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_LIMIT]})
     scope: str
     name: str
     shares: float | None
@@ -234,8 +234,7 @@ _REMOVAL: dict[str, Any] = {
 }
 
 
-class RemovalView(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
+class RemovalView(AttributeDocsModel):
     kind: str
     """checkpoints (with artifacts that no job lists), preview, file, or history (curves, logs, events)."""
     id: str
@@ -244,11 +243,10 @@ class RemovalView(BaseModel):
     why: str
 
 
-class Collected(BaseModel):
+class Collected(AttributeDocsModel):
     """What went, or with `dry_run` would go."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"dry_run": True, "bytes": 4294967296, "data": [_REMOVAL]}]},
     )
     dry_run: bool

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from api.view import iso
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Job
 
 EXAMPLE_ID = "trial-01kar3v8x5m2h6n9qst4wyz0bd"
@@ -47,10 +48,10 @@ SPEC: dict[str, Any] = {
 }
 
 
-class TrialView(BaseModel):
+class TrialView(AttributeDocsModel):
     """What answers of the untrained model are rewarded with."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_TRIAL]})
+    model_config = ConfigDict(json_schema_extra={"examples": [_TRIAL]})
     id: str
     status: str
     """As a job's: queued, preparing, starting, running; and final: succeeded, failed, cancelled."""

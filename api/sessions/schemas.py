@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from api.view import iso
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import SessionOperation
 from core.jobs.lifecycle.sessions.records import FoundSession
 
@@ -43,10 +44,10 @@ OPERATION: dict[str, Any] = {
 }
 
 
-class SessionView(BaseModel):
+class SessionView(AttributeDocsModel):
     """A training loop that runs elsewhere, and its place on the box."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [VIEW]})
+    model_config = ConfigDict(json_schema_extra={"examples": [VIEW]})
     id: str
     name: str | None
     status: str
@@ -77,10 +78,10 @@ class SessionPage(BaseModel):
     next: str | None
 
 
-class OperationView(BaseModel):
+class OperationView(AttributeDocsModel):
     """An operation that was accepted, and its result once there is one."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [OPERATION]})
+    model_config = ConfigDict(json_schema_extra={"examples": [OPERATION]})
     session: str
     position: int
     """Its place in the session's log: operations are computed in this order."""

@@ -23,6 +23,7 @@ from core.jobs.policies.volume import VolumeLimits
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.load import storable
+from core.spec.run.folder import SAVED
 from core.spec.session import tensors
 from core.spec.session.job import SessionSpec
 from core.spec.session.verbs import OPERATION
@@ -132,7 +133,7 @@ class Sessions:
             return None
         runs = Path(os.path.realpath(self._layout.runs))
         match real.relative_to(runs).parts if folder.startswith("/") and real.is_relative_to(runs) else ():
-            case (saver, "session", "saved", _):
+            case (saver, "session", folders, _) if folders == SAVED:
                 return saver
         return None
 

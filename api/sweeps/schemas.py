@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from api.jobs.schemas import SPEC_LONG
 from api.view import view_of
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Job, SweepRow
 from core.jobs.lifecycle.sweeps import records
 
@@ -47,10 +48,9 @@ VIEW: dict[str, Any] = {
 }
 
 
-class SweepRunView(BaseModel):
+class SweepRunView(AttributeDocsModel):
     """One run of a sweep: an ordinary job."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     job: str
     name: str | None
     status: str
@@ -63,10 +63,10 @@ class SweepRunView(BaseModel):
     """Whether it has the best value so far."""
 
 
-class SweepView(BaseModel):
+class SweepView(AttributeDocsModel):
     """A sweep as it is now."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [VIEW]})
+    model_config = ConfigDict(json_schema_extra={"examples": [VIEW]})
     id: str
     name: str | None
     status: str
@@ -86,11 +86,10 @@ class SweepView(BaseModel):
     links: dict[str, str]
 
 
-class SweepPage(BaseModel):
+class SweepPage(AttributeDocsModel):
     """Newest first."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"data": [VIEW], "has_more": False, "next": None}]},
     )
     data: list[SweepView]
@@ -107,11 +106,10 @@ class SweepDeleted(BaseModel):
     deleted: bool
 
 
-class SweepDryRun(BaseModel):
+class SweepDryRun(AttributeDocsModel):
     """What would run; nothing was stored."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [
                 {

@@ -59,20 +59,20 @@ class StepWish(OfRun):
     adam_params: AdamParams
 
 
-class SaveWish(OfRun):
-    path: SavedName
+class NamedSave(OfRun):
     ttl_seconds: Ttl | None = None
     overwrite: bool = False
     user_metadata: Metadata | None = None
 
 
-class SamplerSave(OfRun):
+class SaveWish(NamedSave):
+    path: SavedName
+
+
+class SamplerSave(NamedSave):
     path: SavedName | None = None
     sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
-    ttl_seconds: Ttl | None = None
-    overwrite: bool = False
-    user_metadata: Metadata | None = None
 
 
 class LoadWish(Lenient):

@@ -146,7 +146,6 @@ class Door:
             with self.app.database.read() as session:
                 saves.check_label(session, host, kind, wish.path, wish.seq_id)
         ticket = self.keep(host, wish.seq_id, folder)
-        about = {name: str(value) for name, value in (wish.user_metadata or {}).items()}
         with self.app.database.write() as session:
             saves.note(
                 session,
@@ -156,7 +155,7 @@ class Door:
                 folder=folder,
                 kind=kind,
                 label=wish.path,
-                about=about,
+                about=_in_words(wish.user_metadata),
                 ttl_seconds=wish.ttl_seconds,
             )
         return ticket
@@ -184,7 +183,7 @@ class Door:
         return source, row
 
     def folder(self, session_id: str, name: str) -> Path:
-        return self.app.layout.session(session_id) / "saved" / name
+        return self.app.layout.saved(session_id, name)
 
     # --- sampling
 
@@ -234,8 +233,8 @@ class Door:
         if not _SESSION.fullmatch(session_id):
             raise NotFound("there is no such session: `create_session` makes one", field="session_id")
         name = named(session_id, part)
-        words = {key: str(value) for key, value in (about or {}).items()} | {bases.SHOWN: base.shown}
-        document = {"name": name, "model": base.model, "idle_seconds": IDLE_SECONDS, "metadata": words}
+        metadata = _in_words(about) | {bases.SHOWN: base.shown}
+        document = {"name": name, "model": base.model, "idle_seconds": IDLE_SECONDS, "metadata": metadata}
         with self.app.database.read() as session:
             if (known := records.named(session, self.actor, name)) is not None:
                 return known.row.id
@@ -289,6 +288,10 @@ def parts(found: FoundSession) -> tuple[str, str]:
     """The reverse."""
     _, session_id, part = str(found.job.name).split(" ", 2)
     return session_id, part
+
+
+def _in_words(metadata: dict[str, Any] | None) -> dict[str, str]:
+    return {name: str(value) for name, value in (metadata or {}).items()}
 
 
 def _loss(name: str, options: dict[str, Any]) -> dict[str, Any]:

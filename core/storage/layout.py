@@ -9,7 +9,7 @@ from pathlib import Path
 
 from core import private
 from core.errors import EftError, NoSpace
-from core.spec.run.folder import ARTIFACTS
+from core.spec.run.folder import ARTIFACTS, SAVED
 from core.spec.run.model_cache import MODELS
 
 RESTORING = "restoring.json"
@@ -60,6 +60,10 @@ class Layout:
     def session(self, session_id: str) -> Path:
         """What all attempts of a session share: the tensors of its log, its snapshots, what it saves."""
         return self.job(session_id) / "session"
+
+    def saved(self, session_id: str, name: str) -> Path:
+        """What a session has saved under a name."""
+        return self.session(session_id) / SAVED / name
 
     def attempt(self, job_id: str, attempt: int) -> Path:
         return self.job(job_id) / f"attempt-{attempt}"

@@ -155,7 +155,9 @@ def test_keys_select_open_pause_and_cancel(api: Any, terminals: list[Terminal]) 
         return screen.see(words, since=since)
 
     assert any(line.startswith("› at work") for line in press("\x1b[B", "›"))
-    assert any("waits" in line and line.startswith("›") for line in press("j", "› 1"))
+    screen.press("j")
+    marked = r"(?m)^› +\S+ waits "
+    wait_for(lambda: re.search(marked, "\n".join(screen.frames()[-1])), 120, "the mark", lambda: screen.text[-3000:])
     press("c", "cancel waits? y")
     press("n", "c cancel")
     assert api.http.get(f"/jobs/{waiting}").json()["status"] == "queued"

@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from api.auth.policy import Reading
 from api.deps import App
 from api.errors import Gone
 from api.handles import JobId
 from api.http.errors import responses
+from core.base.attribute_docs import AttributeDocsModel
 from core.errors import NotFound
 from core.jobs.lifecycle.submit import find
 from core.jobs.views import queries
@@ -38,10 +39,9 @@ _ANSWER: dict[str, Any] = {
 }
 
 
-class RolloutAnswer(BaseModel):
+class RolloutAnswer(AttributeDocsModel):
     """An answer that the model has sampled, and what it was rewarded with."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     line: int
     """Line of the prompt's row in the training file."""
     sample: int
@@ -60,11 +60,10 @@ class RolloutAnswer(BaseModel):
     """How much better the answer is than the others to its prompt, as the stage counts it."""
 
 
-class RolloutList(BaseModel):
+class RolloutList(AttributeDocsModel):
     """Answers of one rollout, those to a prompt side by side."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [{"newest": 31, "step": 31, "sampler_mismatch_kl": 1.2e-12, "data": [_ANSWER], "next": 50}]
         },

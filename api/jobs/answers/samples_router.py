@@ -6,12 +6,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from api.auth.policy import Reading
 from api.deps import App
 from api.handles import JobId
 from api.http.errors import responses
+from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Job
 from core.errors import NotFound
 from core.jobs.lifecycle.submit import find
@@ -29,10 +30,9 @@ _SAMPLE: dict[str, Any] = {
 }
 
 
-class SampleView(BaseModel):
+class SampleView(AttributeDocsModel):
     """One prompt and its answers."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     row: int | None
     """Index of the held-out row, from 0; null for a prompt of the spec."""
     prompt: str
@@ -46,11 +46,10 @@ class SampleView(BaseModel):
     """The tuned model ended by itself, before `max_new_tokens`."""
 
 
-class SampleList(BaseModel):
+class SampleList(AttributeDocsModel):
     """Answers beside each other."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={"examples": [{"steps": [0, 50, 100], "step": 100, "data": [_SAMPLE]}]},
     )
     steps: list[int]

@@ -7,12 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from api.auth.policy import Reading
 from api.deps import App
 from api.handles import JobId
 from api.http.errors import responses
+from core.base.attribute_docs import AttributeDocsModel
 from core.jobs.lifecycle.submit import find
 from core.jobs.views.trace import trace
 
@@ -30,11 +31,10 @@ _SPAN: dict[str, Any] = {
 }
 
 
-class TraceView(BaseModel):
+class TraceView(AttributeDocsModel):
     """Chrome's trace format; https://ui.perfetto.dev opens it as a file."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [
                 {

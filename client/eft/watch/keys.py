@@ -15,7 +15,7 @@ OPEN, BACK = ("\r", "\n"), ("\x1b", "\x7f", "b")
 ACTIONS = {"p": "pause", "r": "resume", "c": "cancel"}
 
 
-class Server(Protocol):
+class JobControl(Protocol):
     """What keys ask for; watch/look.py does it."""
 
     def follow(self, job_id: str | None) -> None: ...
@@ -27,7 +27,7 @@ class Server(Protocol):
 class Keys:
     """State of the screen that keys change."""
 
-    server: Server
+    control: JobControl
     world: Callable[[], World]
     selected: str | None = None
     """Id of the job that keys are about, in a list of jobs."""
@@ -44,24 +44,24 @@ class Keys:
         if self.question is not None:
             asked, self.question = self.question, None
             if key in ("y", "Y"):
-                self.server.ask("cancel", asked)
+                self.control.ask("cancel", asked)
             return False
         world = self.world()
         if key in ("q", "Q"):
             return True
         if key in BACK and self.opened:
             self.opened = False
-            self.server.follow(None)
+            self.control.follow(None)
         elif key in UP or key in DOWN:
             self._move(-1 if key in UP else 1, world)
         elif key in OPEN and world.one is None and self.chosen(world) is not None:
             self.opened = True
-            self.server.follow(self.chosen(world))
+            self.control.follow(self.chosen(world))
         elif (action := ACTIONS.get(key)) is not None and (job_id := self.chosen(world)) is not None:
             if action == "cancel":
                 self.question = job_id  # nothing undoes it
             else:
-                self.server.ask(action, job_id)
+                self.control.ask(action, job_id)
         return False
 
     def chosen(self, world: World) -> str | None:

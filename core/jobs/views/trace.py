@@ -32,11 +32,12 @@ def trace(session: Session, job: Job, now: float) -> dict[str, Any]:
     began = job.created_at
     end = job.finished_at or now
     ends = {one.attempt: one.ended_at or end for one in attempts}
+    phases = [one for one in events if one.type == "phase"]
     shown = [
         *_statuses(job, [one for one in events if one.type == "status"], began, now),
         *(_attempt(one, ends[one.attempt], began) for one in attempts),
-        *_phases([one for one in events if one.type == "phase"], ends, end, began),
-        *_steps(session, job.id, [one for one in events if one.type == "phase"], attempts, began),
+        *_phases(phases, ends, end, began),
+        *_steps(session, job.id, phases, attempts, began),
         *(_instant(one, began) for one in events if one.type in INSTANTS),
     ]
     shown.sort(key=lambda one: one["ts"])

@@ -87,8 +87,8 @@ class Helpers:
 
 
 def _exit_code(process: BaseProcess) -> int | None:
-    """Of a process that is gone. The pool's own thread waits for it as well: where that one got the status, it is
-    written down a moment later."""
+    """Exit status of a process that is gone; None: it cannot be learned. The pool's own thread waits for the process as
+    well: where that thread got the status, the process object has it a moment later."""
     until = time.monotonic() + 1.0
     while (code := process.exitcode) is None and time.monotonic() < until:
         time.sleep(0.01)

@@ -23,6 +23,7 @@ import torch
 
 from core.plan.steps import step_size, steps_for, total_steps
 from core.spec.axes.batching import Packed, Rows, Tokens
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.job import JobSpec
 from core.train.data.packing import best_fit, spread
 
@@ -316,16 +317,14 @@ class PackedOrder(_Budget):
 # --- from the spec ---------------------------------------------------------------------------------------
 
 
-def prompt_order(spec: JobSpec, prompts: int) -> BatchOrder:
-    """The order in which a stage that answers prompts takes them: a step is one rollout."""
-    return BatchOrder(prompts, batch_size=step_size(spec), accumulation=1, seed=spec.training.seed)
-
-
 def build_order(spec: JobSpec, lengths: Sequence[int], *, rank: int = 0, world: int = 1) -> StepOrder:
-    """The order that a job asks for over rows of these lengths."""
+    """The order that a job asks for over rows of these lengths. Rows of a stage that answers prompts are prompts, and a
+    step has those of one rollout."""
     training = spec.training
     accumulation, seed = training.gradient_accumulation_steps, training.seed
     size = training.per_device_train_batch_size
+    if isinstance(spec.stage, RolloutStage):  # on one rank alone (core/plan/compatibility.py)
+        size, accumulation = step_size(spec), 1
     match spec.batching:
         case Rows(group_by_length=False):
             return BatchOrder(

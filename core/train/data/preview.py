@@ -20,12 +20,11 @@ from core.data.ignored import glance
 from core.errors import EftError, Fault
 from core.plan.steps import run_steps
 from core.spec.axes.batching import Packed
-from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.job import JobSpec
 from core.spec.run.orders import RunOrder
 from core.train.data import streaming
 from core.train.data.dataset import TokenDataset
-from core.train.data.order import StepOrder, build_order, prompt_order
+from core.train.data.order import build_order
 from core.train.data.tokenise import RowFault
 from core.train.data.tokens import OnRows, TokenReader
 from core.train.data.truncate import fitted, fitted_or_refused
@@ -182,7 +181,7 @@ def _batches(spec: JobSpec, used: TokenDataset, whole: TokenDataset) -> dict[str
         if spec.data.streaming:
             orders = [streaming.order_of(spec, part, number, rank=rank, world=len(ranks)) for rank in ranks]
         else:
-            orders = [_order_of(spec, part, rank, len(ranks)) for rank in ranks]
+            orders = [build_order(spec, part.sizes(packed=packed), rank=rank, world=len(ranks)) for rank in ranks]
         here = orders[0].steps_of(0)
         steps += here
         tokens += sum(part.lengths)
@@ -199,13 +198,6 @@ def _batches(spec: JobSpec, used: TokenDataset, whole: TokenDataset) -> dict[str
     if isinstance(spec.batching, Packed) and spec.batching.share_prompts and used.trained > 1:
         found["shared_tokens"] = sum(part.shared_tokens() for part in parts.values())
     return found | ({"blocks": len(parts), "block_rows": streaming.BLOCK_ROWS} if spec.data.streaming else {})
-
-
-def _order_of(spec: JobSpec, rows: TokenDataset, rank: int, world: int) -> StepOrder:
-    """As training takes these rows; those of a stage that answers prompts are prompts."""
-    if isinstance(spec.stage, RolloutStage):
-        return prompt_order(spec, len(rows))
-    return build_order(spec, rows.sizes(packed=isinstance(spec.batching, Packed)), rank=rank, world=world)
 
 
 def _blocks(spec: JobSpec, whole: TokenDataset) -> dict[int, TokenDataset]:

@@ -27,7 +27,7 @@ from core.spec.run.folder import ROLLOUTS, rollout_file
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import StepBatches
-from core.train.data.order import prompt_order
+from core.train.data.order import build_order
 from core.train.generation.sampling import Key
 from core.train.policy import PolicyModel
 from core.train.rollout.answers import Answerer
@@ -58,7 +58,7 @@ class RolloutLoader:
         self.pad_token_id = pad_token_id
         self.answerer = Answerer(run, stage, tokenizer)
         self.batch_size = self._saved_batch_size = run.spec.training.per_device_train_batch_size
-        self.order = prompt_order(run.spec, len(prompts))
+        self.order = build_order(run.spec, prompts.lengths)
         self._rollout: Rollout | None = None
         self._dataset: TokenDataset | None = None
 

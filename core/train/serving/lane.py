@@ -16,6 +16,7 @@ from core.train.generation.generator import LastLogits
 from core.train.generation.sampling import SamplingParams, choose
 from core.train.generation.slots import SlotCache, attending
 from core.train.serving.answer import LiveAnswer
+from core.train.serving.logprobs import likeliest
 
 PROMPT_TOKENS = 8192
 """Tokens of one pass over prompts, padding counted; a longer prompt is a pass by itself."""
@@ -174,11 +175,5 @@ def _logprobs(answers: Sequence[LiveAnswer], logits: Tensor, tokens: Sequence[in
     for row, answer in enumerate(answers):
         if answer.top_logprobs is None:
             continue
-        logprobs = torch.log_softmax(logits[row].float(), dim=-1)
-        best = logprobs.topk(answer.top_logprobs)
-        found[row] = {
-            "token": tokens[row],
-            "logprob": float(logprobs[tokens[row]]),
-            "top": list(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
-        }
+        found[row] = likeliest(torch.log_softmax(logits[row].float(), dim=-1), tokens[row], answer.top_logprobs)
     return found

@@ -35,8 +35,8 @@ from core.train.model.load import load_tokenizer
 from core.train.run import Run
 from core.train.serving.answer import LiveAnswer, TextStream
 from core.train.serving.lane import Lane, Piece, key_of
+from core.train.serving.logprobs import prompt_logprobs
 from core.train.serving.models import ServedModels
-from core.train.serving.prompt_logprobs import prompt_logprobs
 from core.train.serving.prompts import prompt_of, stop_tokens
 from core.train.session.faults import BadOperation
 from core.train.session.resident import ResidentBase

@@ -10,6 +10,7 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
+from core.spec.run.folder import SAVED
 from core.spec.session.losses import Losses
 from core.spec.session.verbs import (
     CreateModel,
@@ -47,7 +48,7 @@ class SessionVerbs:
     def __init__(
         self, base: ResidentBase, folder: Path, *, pass_tokens: int, slots: int, between: Callable[[], None]
     ) -> None:
-        self.base, self.saved = base, folder / "saved"
+        self.base, self.saved = base, folder / SAVED
         self.pass_tokens, self.slots, self.between = pass_tokens, slots, between
         self.adapters: dict[str, SessionAdapter] = {}
         self.shelf = Shelf(base)

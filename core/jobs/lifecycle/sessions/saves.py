@@ -127,7 +127,7 @@ def sweep(database: Database, layout: Layout) -> int:
         ]
     gone = 0
     for row in rows:
-        folder = layout.session(row.session_id) / "saved" / row.folder
+        folder = layout.saved(row.session_id, row.folder)
         with database.read() as session:
             if _needed(session, row, str(folder)):
                 continue
