@@ -15,7 +15,8 @@ from tests.support.models import HOME
 def python_of(name: str, requirements: str, identity: str, libraries: Path | None = None) -> Path:
     """The interpreter of an environment with these pinned requirements, over the folder `libraries` where given.
     `identity`: a text that changes whenever the environment has to be made anew."""
-    home = HOME / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    key = f"{identity}\n{libraries or ''}"  # those of another checkout may be gone tomorrow
+    home = HOME / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     home.parent.mkdir(parents=True, exist_ok=True)
     with home.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

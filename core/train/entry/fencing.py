@@ -127,17 +127,19 @@ def _raise_fence(
         os._exit(EXIT_FENCED)
     heart = _Heart(boottime() if held_at is None else held_at, on_fence, on_beat)
     heart.listen(0.0)  # what came while this process was being started
-    if (silent := boottime() - heart.held_at) >= fence_seconds:
+    if (silent := heart.silent()) >= fence_seconds:
         _fence(f"no heartbeat for {silent:.0f} s, since before it was started", on_fence)
     threading.Thread(target=_watch, args=(fence_seconds, parent, heart), name="eft-fence", daemon=True).start()
 
 
 def _watch(fence_seconds: float, parent: int, heart: _Heart) -> None:
     while True:
-        silent = boottime() - heart.held_at
-        if silent >= fence_seconds:
-            _fence(f"no heartbeat for {silent:.0f} s", heart.on_fence)
-        heart.listen(min(1.0, fence_seconds - silent))
+        heart.listen(max(0.0, min(1.0, fence_seconds - heart.silent())))
+        # This thread may have stood still itself, while a library was loaded or the box had no turn for it: heartbeats
+        # that came meanwhile wait in the pipe, and each says how old it is. Only an empty pipe is silence.
+        while (silent := heart.silent()) >= fence_seconds:
+            if not heart.listen(0.0):
+                _fence(f"no heartbeat for {silent:.0f} s", heart.on_fence)
         if os.getppid() != parent:
             _fence("the worker is gone", heart.on_fence)
 
@@ -153,11 +155,15 @@ class _Heart:
     _unread: bytes = b""
     """The beginning of a line."""
 
-    def listen(self, seconds: float) -> None:
-        """Hear what is there, or wait for it so long. Does not return at end of file."""
+    def silent(self) -> float:
+        """Seconds since the lease was held, as far as it was told."""
+        return boottime() - self.held_at
+
+    def listen(self, seconds: float) -> bool:
+        """Hear what is there, or wait for it so long; whether anything came. Does not return at end of file."""
         readable, _, _ = select.select([STDIN], [], [], seconds)
         if not readable:
-            return
+            return False
         if not (part := os.read(STDIN, 65536)):
             _fence("the worker closed the heartbeat", self.on_fence)
         heard = [boottime()] if b"." in part else []  # of a worker that runs since before heartbeats told the time
@@ -165,6 +171,7 @@ class _Heart:
         if heard := heard + [self._held_at(line) for line in lines]:
             self.held_at = max(self.held_at, *heard)
             self.on_beat(self.held_at)
+        return True
 
     def _held_at(self, line: bytes) -> float:
         try:
