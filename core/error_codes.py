@@ -225,6 +225,10 @@ MODELS: dict[str, Code] = {
         "The model has layers that fp8 and GPTQ folders do not quantise.",
         "Export it as `merged` or `gguf`.",
     ),
+    "lm_eval_refused": (
+        "lm-eval has no such task, or not its data.",
+        "Take another task; name a folder of tasks in `EFT_LM_EVAL_TASKS`; offline, put its data there.",
+    ),
     "tools_missing": (
         "An export needs libraries that are not installed and cannot be.",
         "Prepare such a job once with network (docs/exports.md).",
@@ -542,6 +546,10 @@ NOTICES: dict[str, Code] = {
     "packed_withheld": (
         "The fp8 or GPTQ folder is not what was trained, or has kept too little of it.",
         "Read the job's result; take more bits per weight, or set `min_retention` (docs/exports.md).",
+    ),
+    "lm_eval_failed": (
+        "lm-eval could not score the model.",
+        "The notice has its reason, and the job's log its words.",
     ),
     "gguf_withheld": (
         "The GGUF file is not what was trained, or has kept too little of it.",

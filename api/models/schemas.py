@@ -25,6 +25,7 @@ _FORMATS: list[dict[str, Any]] = [
         "released": True,
         "reason": None,
         "retention": None,
+        "scores": None,
         "bytes": 19560664,
     },
     {
@@ -34,6 +35,7 @@ _FORMATS: list[dict[str, Any]] = [
         "released": True,
         "reason": None,
         "retention": 0.99947,
+        "scores": None,
         "bytes": 144811456,
     },
 ]
@@ -64,7 +66,7 @@ class FormatView(AttributeDocsModel):
     folder: str
     """Folder of its files."""
     type: str
-    """adapter or model (what was trained), merged, gguf."""
+    """adapter or model (what was trained), merged, gguf, lm_eval (a score)."""
     quantization: str | None
     """Type of a GGUF file, e.g. `Q8_0`."""
     released: bool
@@ -72,6 +74,8 @@ class FormatView(AttributeDocsModel):
     reason: str | None
     retention: float | None
     """Share of the tuning that it has kept (docs/exports.md); null for what was trained, and where it is unknown."""
+    scores: dict[str, float] | None
+    """Scores of a task of lm-eval by metric and filter, e.g. `acc,none`."""
     bytes: int
     """Size of its files; 0: they were not kept."""
 

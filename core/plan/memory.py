@@ -32,7 +32,7 @@ from core.plan.optimizers import state_of
 from core.plan.stream import MARGIN, Decision, Free, Need, decide
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.evaluation.generation import NoGeneration
-from core.spec.axes.export import FP8, GGUF, GPTQ, Merged, VLLMAdapter
+from core.spec.axes.export import FP8, GGUF, GPTQ, LMEval, Merged, VLLMAdapter
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA
 from core.spec.axes.optim.optimizers import SophiaG
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
@@ -495,6 +495,8 @@ def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> I
                 yield Item("export", shape.parameters * 2, "`fp8`: the whole model, counted in 16 bits")
             case GPTQ():
                 yield Item("export", shape.parameters * 2, "`gptq`: the whole model, counted in 16 bits")
+            case LMEval():
+                pass  # a few numbers and the answers
             case _ as never:
                 assert_never(never)
     onto = {export.merge_onto for export in spec.export if isinstance(export, GGUF | FP8 | GPTQ)}

@@ -185,6 +185,9 @@ class SettingFields(BaseSettings):
     """Folders (separated by `:`) below which `local` and `gguf` models are allowed. Default: none."""
     data_roots: PathList = ()
     """Folders (separated by `:`) below which data files are allowed by path. Default: none."""
+    lm_eval_tasks: Path | None = None
+    """Folder of tasks that jobs may name in `export: {type: lm_eval}`, beside those of lm-eval's package: YAML files
+    with their data. Tasks are programs: only people who may run code on this machine should write there."""
     offline: bool = False
     """Do not contact hubs: models must be in the cache or on disk."""
 

@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import Literal
 
-ToolSet = Literal["gguf", "quants", "compressed"]
+ToolSet = Literal["gguf", "quants", "compressed", "lm_eval"]
 FOLDER = "tools"
 """Name of the folder below the cache."""
 
@@ -20,6 +20,12 @@ FOLDER = "tools"
 def requirements(tools: ToolSet) -> Path:
     """The file of requirements of a set."""
     return Path(__file__).with_name(f"requirements-{tools}.txt")
+
+
+def pinned(tools: ToolSet, name: str) -> str:
+    """The version of a library of a set."""
+    pins = [line.split()[0] for line in requirements(tools).read_text().splitlines() if "==" in line]
+    return next(pin for pin in pins if pin.startswith(f"{name}==")).partition("==")[2]
 
 
 def place(tools: ToolSet, cache_dir: Path) -> Path:

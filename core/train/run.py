@@ -61,6 +61,11 @@ class Run:
         return None if self.order.adapter_dir is None else Path(self.order.adapter_dir)
 
     @property
+    def task_folder(self) -> Path | None:
+        """Folder of tasks for lm-eval, beside those of its package."""
+        return None if self.order.lm_eval_tasks is None else Path(self.order.lm_eval_tasks)
+
+    @property
     def cache_dir(self) -> Path | None:
         """Folder of the data root for what can be made again; None: nothing is kept."""
         return None if self.order.cache_dir is None else Path(self.order.cache_dir)

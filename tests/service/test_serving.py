@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import sysconfig
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.environments import python_of
-from tests.support.service import ROOT, Service, running, wait_for
+from tests.support.service import Service, running, wait_for
+from tests.support.tools import CACHE, lm_eval_tools
 from tests.support.world import Caller, World
 
 IDLE = 10
@@ -28,8 +28,13 @@ ASKED = [{"role": "user", "content": "turn on the light"}]
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
-    environment = {"EFT_MODEL_ROOTS": str(models), "EFT_SERVING_IDLE_SECONDS": str(IDLE)}
-    yield from running(tmp_path_factory.mktemp("serving"), environment, settle=0)
+    folder = tmp_path_factory.mktemp("serving")
+    environment = {
+        "EFT_MODEL_ROOTS": str(models),
+        "EFT_SERVING_IDLE_SECONDS": str(IDLE),
+        "EFT_LM_EVAL_TASKS": str(folder / "tasks"),
+    }
+    yield from running(folder, environment, settle=0)
 
 
 def spec(service: Service, models: Path, name: str, **more: Any) -> dict[str, Any]:
@@ -147,32 +152,66 @@ metric_list: [{metric: acc}]
 """
 
 
-def test_lm_eval_scores_a_served_model(service: Service, tuned: str, models: Path, tmp_path: Path) -> None:
-    """EleutherAI's harness over its own data, by log-probabilities that are those of PEFT."""
-    questions = ["turn on the light", "lights, please"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": one}) + "\n" for one in questions))
-    (tmp_path / "lights.yaml").write_text(TASK.replace("DATA", str(tmp_path / "rows.jsonl")))
-    lock = (ROOT / "locks" / "lm-eval.txt").read_text()
-    python = python_of("lm-eval", lock, lock, Path(sysconfig.get_path("purelib")))
+def test_lm_eval_scores_a_served_model_and_an_export_the_same(
+    service: Service, tuned: str, models: Path, tmp_path: Path
+) -> None:
+    """EleutherAI's harness over data of ours: from outside against `/v1`, and as an export over the folders that are
+    handed back. Both find PEFT's log-probabilities."""
+    folder = service.folder / "tasks"
+    questions = write_task(folder)
     model = f"model=lights,base_url={service.note()['url']}/v1/completions,tokenizer={models / 'tiny'},num_concurrent=2"
-    subprocess.run(
-        [str(python), "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model,
-         "--tasks", "lights", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"),
-         "--log_samples"],
-        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": service.key},
-        check=True, cwd=tmp_path, timeout=300,
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model,
+         "--tasks", "lights", "--include_path", str(folder), "--output_path", str(tmp_path / "out"), "--log_samples"],
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": service.key,
+             "PYTHONPATH": str(lm_eval_tools().folder)},
+        check=False, cwd=tmp_path, timeout=300, capture_output=True, text=True,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     (report,) = tmp_path.glob("out/**/results_*.json")
     (samples,) = tmp_path.glob("out/**/samples_lights_*.jsonl")
-    told = [json.loads(line) for line in samples.read_text().splitlines()]
     (adapter,) = (service.data / "runs" / tuned).glob("attempt-*/artifacts/adapter")
+    right = assert_peft_scores(samples, models, adapter)
+    assert json.loads(report.read_text())["results"]["lights"]["acc,none"] == right / len(questions)
+
+    tools = service.data / "cache" / "tools"
+    tools.parent.mkdir(exist_ok=True)
+    tools.symlink_to(CACHE / "tools")
+    url = f"/models/model-{tuned.removeprefix('job-')}/exports"
+    asked = service.client.post(url, json={"export": [{"type": "lm_eval", "task": "lights"}]})
+    assert asked.status_code == 201, asked.text
+
+    def ended() -> Any:
+        told = service.client.get(f"{url}/{asked.json()['id']}").json()
+        return told if told["status"] in ("succeeded", "failed") else None
+
+    (outcome,) = wait_for(ended, 300, "the export")["result"]
+    assert outcome["released"] and outcome["rows"] == len(questions), outcome
+    assert outcome["scores"]["acc,none"] == right / len(questions)
+    written = next((service.data / "runs" / asked.json()["id"]).glob("attempt-*/artifacts/lm-eval-lights"))
+    assert_peft_scores(written / "samples.jsonl", models, adapter)
+    assert "| lights | acc,none |" in (written / "README.md").read_text()
+
+
+def write_task(folder: Path) -> list[str]:
+    """A task with a row for each of the questions, which are returned."""
+    questions = ["turn on the light", "lights, please"]
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"question": one}) + "\n" for one in questions))
+    (folder / "lights.yaml").write_text(TASK.replace("DATA", str(folder / "rows.jsonl")))
+    return questions
+
+
+def assert_peft_scores(samples: Path, models: Path, adapter: Path) -> int:
+    """How many of the answers were right."""
     right = 0
-    for sample in told:
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
         scores = [float(one[0][0]) for one in sample["resps"]]
         ours = peft_scores(models, adapter, sample["doc"]["question"], [" light on", " light off", " who"])
         assert scores == pytest.approx(ours, abs=1e-3)
         right += ours.index(max(ours)) == 0
-    assert json.loads(report.read_text())["results"]["lights"]["acc,none"] == right / len(questions)
+    return right
 
 
 def peft_scores(models: Path, adapter: Path, question: str, answers: list[str]) -> list[float]:

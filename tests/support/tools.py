@@ -16,6 +16,11 @@ def compressed_tools() -> Tools:
     return install("compressed", CACHE, offline=False, field="export")
 
 
+def lm_eval_tools() -> Tools:
+    """Install lm-eval, or answer what is there."""
+    return install("lm_eval", CACHE, offline=False, field="export")
+
+
 def gguf_tools() -> Tools:
     """Install what writes, quantises and reads GGUF files, or answer what is there."""
     install("quants", CACHE, offline=False, field="export")
@@ -23,4 +28,4 @@ def gguf_tools() -> Tools:
 
 
 if __name__ == "__main__":
-    print(gguf_tools().folder, compressed_tools().folder)
+    print(gguf_tools().folder, compressed_tools().folder, lm_eval_tools().folder)

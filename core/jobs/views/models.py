@@ -136,7 +136,7 @@ def _formats(kind: str, outcomes: Sequence[Mapping[str, Any]], files: Sequence[A
         folder = row.path.rpartition("/")[0]
         size[folder] = size.get(folder, 0) + row.bytes
     trained = {"folder": kind, "type": kind, "quantization": None, "released": True, "reason": None}
-    found = [trained | {"retention": None, "bytes": size.get(kind, 0)}]
+    found = [trained | {"retention": None, "scores": None, "bytes": size.get(kind, 0)}]
     for one in outcomes:
         retention = one.get("retention") or {}
         found.append(
@@ -147,6 +147,7 @@ def _formats(kind: str, outcomes: Sequence[Mapping[str, Any]], files: Sequence[A
                 "released": one["released"],
                 "reason": one.get("reason"),
                 "retention": retention.get("retention"),
+                "scores": one.get("scores"),
                 "bytes": size.get(one["folder"], 0),
             }
         )

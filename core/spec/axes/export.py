@@ -91,8 +91,26 @@ class GPTQ(SpecModel):
     """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
 
 
+class LMEval(SpecModel):
+    """Scores of a task of EleutherAI's lm-evaluation-harness (lm-eval), and its answer to each row. The harness itself
+    loads what was trained, by transformers and PEFT over the base model's own files: the score is the one that anybody
+    measures with the folders that are handed back. On a CPU it computes in float32."""
+
+    type: Literal["lm_eval"] = "lm_eval"
+    task: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}$")]
+    """Name of one task: of the package, or of the folder that the service names (`EFT_LM_EVAL_TASKS`)."""
+    num_fewshot: Annotated[int, Field(ge=0, le=100)] | None = None
+    """Solved examples before each question. Default: what the task says."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Rows of the task that are asked, the first ones. Default: all."""
+    apply_chat_template: bool = False
+    """Ask through the model's chat template."""
+
+
 Export = Annotated[
-    Merged | GGUF | VLLMAdapter | FP8 | GPTQ, Field(discriminator="type"), short_form(by_type, otherwise="merged")
+    Merged | GGUF | VLLMAdapter | FP8 | GPTQ | LMEval,
+    Field(discriminator="type"),
+    short_form(by_type, otherwise="merged"),
 ]
 
 
@@ -105,8 +123,8 @@ class AboutFormat:
     title: str
     withheld: str
     """Code of the notice where it is not released."""
-    retention: float
-    """Least retention with which it is released by default."""
+    retention: float | None
+    """Least retention with which it is released by default; None: it is a score, and keeps nothing."""
 
 
 def about(export: Export) -> AboutFormat:
@@ -122,13 +140,19 @@ def about(export: Export) -> AboutFormat:
             return AboutFormat("fp8", "the fp8 model", "packed_withheld", 0.97)
         case GPTQ():
             return AboutFormat("gptq", "the GPTQ model", "packed_withheld", 0.90)
+        case LMEval(task=task):
+            return AboutFormat(f"lm-eval-{task}", f"the score of lm-eval's task `{task}`", "lm_eval_failed", None)
         case _ as never:
             assert_never(never)
 
 
-def required_retention(export: Export) -> float:
+def required_retention(export: Merged | GGUF | VLLMAdapter | FP8 | GPTQ) -> float:
     """Least retention with which the export is released."""
-    return about(export).retention if export.min_retention is None else export.min_retention
+    if export.min_retention is not None:
+        return export.min_retention
+    by_default = about(export).retention
+    assert by_default is not None
+    return by_default
 
 
 def _once(exports: list[Export]) -> list[Export]:

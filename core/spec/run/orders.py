@@ -120,6 +120,8 @@ class RunOrder(SpecModel):
     """Beyond which allocations fail; null: no limit."""
     helper_limit: MemoryLimit | None = None
     """The same of each process beside it that makes tokens of rows."""
+    lm_eval_tasks: str | None = None
+    """Folder of tasks for lm-eval, beside those of its package."""
     trial_prompts: int | None = None
     """Prompts that the untrained model answers to try the rewards, in place of a training; null: it trains."""
     world_size: int = Field(default=1, ge=1)
@@ -181,6 +183,8 @@ class PrepareOrder(SpecModel):
     exports: list[Export] = Field(default=[])
     """Formats of the job: the libraries that write them are installed below `cache_dir`."""
     cache_dir: str | None = None
+    lm_eval_tasks: str | None = None
+    """See RunOrder."""
     memory_limit: MemoryLimit | None = None
     """Beyond which allocations fail; null: no limit."""
     fence_seconds: float | None = None

@@ -96,6 +96,7 @@ def _export(run: Any) -> None:
         calibration=data.training_rows,
         name=run.spec.name or f"{base} tuned",
         between=run.check_stop,
+        task_folder=run.task_folder,
     )
     outcomes = write_formats(run.spec.export, subject, run.events)
     record = json.loads((run.adapter_dir.parent / RUN_RECORD_FILE).read_text(encoding="utf-8"))

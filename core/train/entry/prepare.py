@@ -410,7 +410,13 @@ def main(arguments: list[str]) -> int:
         cache = ModelCache(Path(order.models_dir))
         if order.exports and order.cache_dir is not None:
             progress("installing", 0, None)
-            prepare_exports(order.exports, prepared.model_dir, Path(order.cache_dir), offline=order.offline)
+            prepare_exports(
+                order.exports,
+                prepared.model_dir,
+                Path(order.cache_dir),
+                offline=order.offline,
+                task_folder=None if order.lm_eval_tasks is None else Path(order.lm_eval_tasks),
+            )
         datasets = []
         for one in order.datasets:
             paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)

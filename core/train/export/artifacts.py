@@ -83,6 +83,7 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
             calibration=trained.calibration,
             name=spec.name or f"{base} tuned",
             between=run.check_stop,
+            task_folder=run.task_folder,
         )
         outcomes = write_formats(spec.export, subject, run.events)
         result = result | {"export": outcomes}

@@ -62,6 +62,8 @@ def model_card(
     if exported is not None and exported["type"] in ("fp8", "gptq"):
         how += "; linear layers in 8-bit floats" if exported["type"] == "fp8" else "; linear layers in 4 bits, by GPTQ"
         library, relation, load = "vllm", "quantized", _LOAD_PACKED
+    if exported is not None and exported["type"] == "lm_eval":
+        return _scored(exported)
     if exported is not None and exported["type"] == "vllm":
         kind, library, relation = "adapter", "peft", "adapter"
         load = _LOAD_VLLM.format(base=base, rank=exported.get("max_lora_rank", "RANK"))
@@ -91,6 +93,7 @@ def model_card(
         "",
         *(_how_to_ask(record["data"]["rendering"]) if stage.head == "tokens" else [_HOW_TO_SCORE[stage.head], ""]),
         *_exported(result.get("export", ()) if exported is None else [exported]),
+        *(_scores(result.get("export", ())) if exported is None else []),
         "## How it was trained",
         "",
         "| | |",
@@ -191,6 +194,36 @@ def _exported(outcomes: Sequence[dict[str, Any]]) -> list[str]:
         "base model. Where the tuning has changed too little to tell, there is no figure.",
         "",
     ]
+
+
+def _scored(told: dict[str, Any]) -> str:
+    """README.md beside the answers of a task of lm-eval."""
+    return "\n".join(_scores([told]))
+
+
+def _scores(outcomes: Sequence[dict[str, Any]]) -> list[str]:
+    """What lm-eval has found, a line for each metric; its standard errors beside their metrics."""
+    lines = [
+        f"| {one['task']} | {metric} | {score:.4f} | {_error_of(one['scores'], metric)} | {one['rows']} | "
+        f"{one['num_fewshot']} | {one['scored_by']}, {one['dtype']} |"
+        for one in outcomes
+        if one.get("scores")
+        for metric, score in one["scores"].items()
+        if "_stderr," not in metric
+    ]
+    if not lines:
+        return []
+    head = [
+        "| task | metric | score | standard error | rows | examples shown | measured by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return ["## Scores", "", *head, *lines, ""]
+
+
+def _error_of(scores: dict[str, float], metric: str) -> str:
+    name, _, rule = metric.partition(",")
+    found = scores.get(f"{name}_stderr,{rule}")
+    return "–" if found is None else f"{found:.4f}"
 
 
 def _how_to_ask(rendering: dict[str, Any]) -> list[str]:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.spec.axes.export import FP8, GGUF, GPTQ, K_QUANTS, Export
+from core.errors import ModelError
+from core.spec.axes.export import FP8, GGUF, GPTQ, K_QUANTS, Export, LMEval
 from core.train.export.gguf.fits import refuse_gguf
 from core.train.export.packed.fits import refuse_packed
-from core.train.tools.install import install
+from core.train.hub.download import is_offline
+from core.train.tools.install import ToolFailed, install
+
+SCORES = Path(__file__).parent / "formats" / "lm_eval_program.py"
 
 
-def prepare_exports(exports: Sequence[Export], model_dir: Path, cache_dir: Path, *, offline: bool) -> None:
-    """Install what the formats need and check the model. ToolsMissing or ModelError."""
+def prepare_exports(
+    exports: Sequence[Export], model_dir: Path, cache_dir: Path, *, offline: bool, task_folder: Path | None = None
+) -> None:
+    """Install what the formats need and check the model; bring the data of lm-eval's tasks here, where `task_folder`
+    has tasks beside those of its package. ToolsMissing or ModelError."""
+    network = "offline" if is_offline(offline) else "online"
     ggufs = [item for item in exports if isinstance(item, GGUF)]
     if any(item.quantization in K_QUANTS for item in ggufs):
         install("quants", cache_dir, offline=offline, field="export")
@@ -22,3 +30,9 @@ def prepare_exports(exports: Sequence[Export], model_dir: Path, cache_dir: Path,
         if isinstance(item, FP8 | GPTQ):
             refuse_packed(model_dir, item.type)
             install("compressed", cache_dir, offline=offline, field="export")
+        if isinstance(item, LMEval):
+            tools = install("lm_eval", cache_dir, offline=offline, field="export")
+            try:
+                tools.run(SCORES, "check", item.task, str(task_folder or "-"), network)
+            except ToolFailed as error:
+                raise ModelError(str(error), field="export", code="lm_eval_refused") from error

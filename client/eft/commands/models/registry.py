@@ -140,6 +140,8 @@ def _show(output: Output, found: dict[str, Any]) -> None:
     told += [
         (name, f"{value:.4g}") for name, value in (found["evaluation"] or {}).items() if isinstance(value, int | float)
     ]
+    for form in found["formats"]:
+        told += [(f"{form['folder']} {metric}", f"{score:.4g}") for metric, score in (form["scores"] or {}).items()]
     output.data.print(found["id"], highlight=False)
     for name, value in told:
         if value:
@@ -223,6 +225,7 @@ def download_model(
     examples=[
         (f"eft models export {EXAMPLE} gguf-Q4_K_M --wait", "Make a GGUF file of 4 bits, and say how it came out."),
         (f"eft models export {EXAMPLE} merged gguf-Q8_0", "Make two formats; print the id of the export."),
+        (f"eft models export {EXAMPLE} lm-eval-gsm8k --wait", "Score a task of lm-eval."),
     ],
     exits=ENDS,
 )
@@ -230,7 +233,7 @@ def export_model(
     model: ModelArgument,
     formats: Annotated[
         list[str],
-        typer.Argument(metavar="FORMAT...", help="`merged`, `vllm`, `fp8`, `gptq`, or e.g. `gguf-Q8_0`."),
+        typer.Argument(metavar="FORMAT...", help="`merged`, `vllm`, `fp8`, `gptq`, `gguf-Q8_0`, `lm-eval-gsm8k` …"),
     ],
     seconds: Annotated[
         int | None, typer.Option("--max-runtime", min=1, metavar="SECONDS", help="Fail if it takes longer.")
@@ -256,16 +259,24 @@ def export_model(
             output.note(f"{found['id']} {found['status']}: {found['reason']}")
         else:
             for one in found["result"]:
-                kept = (one["retention"] or {}).get("retention")
-                figure = "" if kept is None else f" (retention {kept:.4f})"
+                kept = (one.get("retention") or {}).get("retention")
+                figures = [f"{metric} {score:.4f}" for metric, score in (one.get("scores") or {}).items()]
+                figures += [] if kept is None else [f"retention {kept:.4f}"]
+                figure = f" ({', '.join(figures)})" if figures else ""
                 verdict = "released" if one["released"] else f"not released: {one['reason']}"
                 output.text(f"{one['folder']} {verdict}{figure}\n")
         if found["status"] != "succeeded":
             raise typer.Exit(ExitCode.CANCELLED if found["status"] == "cancelled" else ExitCode.FAILED)
 
 
+SCORES = "lm-eval-"
+"""How folders with the score of a task begin."""
+
+
 def _format(name: str) -> dict[str, str]:
     """A format as the folders of exports are named."""
+    if name.startswith(SCORES):
+        return {"type": "lm_eval", "task": name.removeprefix(SCORES)}
     kind, _, quantization = name.partition("-")
     return {"type": kind} | ({"quantization": quantization} if quantization else {})
 

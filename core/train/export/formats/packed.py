@@ -16,7 +16,7 @@ from torch import Tensor
 from core.errors import ModelError
 from core.plan.models.shape import Shape
 from core.spec.axes.export import FP8, GPTQ, required_retention
-from core.tools import requirements
+from core.tools import pinned
 from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.formats.merged import word
 from core.train.export.formats.subject import Subject, Withheld, check_memory
@@ -195,6 +195,4 @@ def read_logits(folder: Path, subject: Subject, tools: Tools) -> Tensor:
 
 def reader() -> str:
     """The library that reads the folders, with its version."""
-    pins = [line.split()[0] for line in requirements("compressed").read_text().splitlines() if "==" in line]
-    name, _, version = next(pin for pin in pins if pin.startswith("compressed-tensors")).partition("==")
-    return f"{name} {version}"
+    return f"compressed-tensors {pinned('compressed', 'compressed-tensors')}"

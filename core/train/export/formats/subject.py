@@ -67,6 +67,8 @@ class Subject:
     """Display name, for formats that carry one."""
     between: Callable[[], None]
     """Called now and then; may raise to stop."""
+    task_folder: Path | None = None
+    """Folder of tasks for lm-eval, beside those of its package."""
     _logits: dict[MergeOnto, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
     _made: dict[str, Path] = field(default_factory=dict, init=False)
 

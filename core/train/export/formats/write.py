@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
-from core.spec.axes.export import FP8, GGUF, GPTQ, Export, Merged, VLLMAdapter, about
+from core.spec.axes.export import FP8, GGUF, GPTQ, Export, LMEval, Merged, VLLMAdapter, about
 from core.spec.axes.method import Full
 from core.train.base.disk import disk_full
 from core.train.base.events import EventWriter
@@ -77,6 +77,10 @@ def _written(item: Export, subject: Subject, folder: Path) -> dict[str, Any]:
             from core.train.export.formats.packed import write_gptq
 
             return write_gptq(item, subject, folder)
+        case LMEval():
+            from core.train.export.formats.lm_eval import write_lm_eval
+
+            return write_lm_eval(item, subject, folder)
         case _ as never:
             assert_never(never)
 
