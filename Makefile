@@ -63,7 +63,7 @@ demo: $(VENV)/.app ## the main job, end to end over HTTP, on this machine
 	@$(BIN)/python examples/voice-intents/demo.py
 
 up: $(VENV)/.app ## the service: SQLite, embedded broker, API, one worker
-	@$(BIN)/eft up
+	@EFT_MODEL_ROOTS="$${EFT_MODEL_ROOTS-$(wildcard $(CURDIR)/.demo/models)}" $(BIN)/eft up
 
 test: $(VENV)/.test ## every test, suite by suite
 	@command -v chromium > /dev/null && command -v chromedriver > /dev/null || \

@@ -2,7 +2,8 @@
 
 Starts `eft up` on a data root of its own (.demo/data), uploads the example's rows, submits the LoRA job of job.yaml on
 SmolLM2-135M-Instruct, follows it, fetches the adapter, asks the tuned model something, writes .demo/report.json and
-stops whatever it started. A second run finds the converted model in the cache and trains anew.
+stops whatever it started. The model stays in .demo/models, where `make up` finds it without network. A second run finds
+the converted model in the cache and trains anew.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +33,7 @@ from eft.terminal.progress import Follower
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "would you mind making it a little louder"
 READY_SECONDS = 60
 STOP_SECONDS = 40
@@ -50,6 +53,11 @@ class Place:
     @property
     def data(self) -> Path:
         return self.folder / "data"
+
+    @property
+    def model(self) -> Path:
+        """The base model in Hugging Face's format; `make up` allows the folder above it as a model root."""
+        return self.folder / "models" / MODEL
 
     @property
     def key(self) -> Path:
@@ -97,7 +105,7 @@ def run(client: Client, place: Place, output: Output, settings: list[str]) -> di
     spec = apply_settings(spec | {"model": {"type": "gguf", "path": str(find_model())}}, settings)
     spec = upload_data(spec, folder, {}, uploader(client))
     job = client.submit(spec)
-    output.note(f"job      {job.id}: LoRA on SmolLM2-135M-Instruct, {client.config.url}/jobs/{job.id}")
+    output.note(f"job      {job.id}: LoRA on {MODEL}, {client.config.url}/jobs/{job.id}")
     model_dir = None
     try:
         with Follower(output) as follower:
@@ -143,8 +151,10 @@ def run(client: Client, place: Place, output: Output, settings: list[str]) -> di
     if model_dir is None:
         raise DemoFailed("the job's events do not name the prepared model")
     answer = ask(Path(model_dir), artifacts["adapter"])
+    keep_model(Path(model_dir), place.model)
     output.note(f"asked    {QUESTION!r}\nanswer   {answer!r}\n")
     output.note(f"adapter  {_short(artifacts['adapter'])}\nloss     {_short(artifacts['loss_plot'])}")
+    output.note(f"model    {_short(place.model)} (a job for `make up`: model: {place.model})")
     return report | {"question": QUESTION, "answer": answer}
 
 
@@ -167,6 +177,20 @@ def ask(model_dir: Path, adapter: Path) -> str:
         raise DemoFailed(f"generation failed: {done.stderr[-2000:]}")
     text: str = json.loads(done.stdout)["text"]
     return text.strip()
+
+
+def keep_model(model_dir: Path, into: Path) -> None:
+    """The files of the converted model below a name of its own: links, where the file system has them."""
+    if into.is_dir():
+        return
+    work = into.with_name(f".{into.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        shutil.copytree(model_dir, work, copy_function=os.link)
+    except OSError:
+        shutil.rmtree(work)
+        shutil.copytree(model_dir, work)
+    work.rename(into)
 
 
 def find_model() -> Path:

@@ -34,6 +34,8 @@ def test_demo_ends_well_and_leaves_nothing_running(tmp_path: Path) -> None:
     assert Path(report["artifacts"]["loss_plot"]).read_bytes().startswith(b"\x89PNG")
     assert (Path(report["artifacts"]["adapter"]) / "adapter_model.safetensors").is_file()
     assert "held-out accuracy" in ran.stderr and report["job_id"] in ran.stderr
+    (model,) = (tmp_path / "models").iterdir()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in model.iterdir()}
     here = Service(tmp_path)  # never started: it only looks at whose data root is in /proc
     assert here.processes() == {}
 
