@@ -134,6 +134,10 @@ def test_one_job_to_its_end(api: Any, terminals: list[Terminal], no_color: bool)
 
 
 def test_keys_select_open_pause_and_cancel(api: Any, terminals: list[Terminal]) -> None:
+    empty = Terminal([EFT, "webhooks", "list"], environment(api))
+    terminals.append(empty)
+    wait_for(lambda: "no webhooks" in empty.text and "EVENTS" not in empty.text, 120, "words in place of a lone header")
+
     _, token = api.start_job(name="gone")
     api.tell(token, *steps(2))
     api.end(token, Succeeded({"train_loss": 1.25, "eval_before": {"eval_loss": 4.0}, "eval_after": {"eval_loss": 2.0}}))

@@ -39,7 +39,7 @@ def list_checkpoints(job_id: JobArgument, url: UrlOption = None, as_json: JsonOp
             state = "set aside: damaged" if one["set_aside"] else ""
             numbers = (str(one["step"]), str(one["micro_step"]))
             table.add_row(escape(one["id"]), *numbers, size(one["bytes"]), age(one["written_at"]), state)
-        output.data.print(table)
+        output.table(table, "checkpoints")
 
 
 @app.command("verify")

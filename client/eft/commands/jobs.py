@@ -200,7 +200,7 @@ def ls(
         if as_json:
             output.json({"data": [job.raw for job in jobs], "next": after})
         else:
-            output.data.print(jobs_table(jobs, output.data))
+            output.table(jobs_table(jobs, output.data), "jobs")
             if after is not None:
                 output.note(f"there are more than {limit}: --limit")
 

@@ -204,7 +204,7 @@ def metrics(
             if values:
                 shown = [number(value) for value in (values[0], values[-1], min(values), max(values))]
                 table.add_row(name, str(len(curve)), *shown)
-        output.data.print(table)
+        output.table(table, "metrics")
 
 
 def _check_names(client: Client, job_id: str, chosen: list[str] | None, curves: dict[str, Any]) -> None:

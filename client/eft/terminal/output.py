@@ -68,6 +68,13 @@ class Output:
         sys.stdout.write(document(told, ascii_only=_narrow(sys.stdout)) + "\n")
         sys.stdout.flush()
 
+    def table(self, table: Table, rows: str) -> None:
+        """Print a table of `rows` ("jobs"). Where there are none, a person reads so, and not a lone line of headers."""
+        if table.row_count or not self.data.is_terminal:
+            self.data.print(table)
+        else:
+            self.note(f"no {rows}")
+
     def note(self, text: str) -> None:
         """For people, on stderr; markup is not read in it."""
         self.notes.print(text, markup=False, soft_wrap=True)

@@ -380,7 +380,7 @@ def _table(output: Output, rows: list[dict[str, Any]], columns: tuple[str, ...],
         table.add_column(name, no_wrap=name != "WHAT", overflow="fold")
     for row in rows:
         table.add_row(*_marked(cells(row)))
-    output.data.print(table)
+    output.table(table, "entries")
 
 
 def _marked(cells: Iterable[str]) -> list[str]:

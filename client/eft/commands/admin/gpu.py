@@ -46,7 +46,7 @@ def list_gpus(url: UrlOption = None, as_json: JsonOption = False) -> None:
                 escape(row["name"] if row["kind"] == "gpu" else ""),
                 escape(who),
             )
-        output.data.print(table)
+        output.table(table, "GPUs")
 
 
 @gpu.command()
@@ -116,7 +116,7 @@ def history(
             what = row["job"] or ("a job of another project" if row["what"] == "job" else row["what"])
             cells = (row["since"][:19], (row["until"] or "now")[:19], what, row["by"] or "", row["why"] or "")
             table.add_row(*map(escape, cells))
-        output.data.print(table)
+        output.table(table, "entries")
 
 
 def _tell(output: Output, holds: list[dict[str, Any]]) -> None:

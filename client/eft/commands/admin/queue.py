@@ -34,7 +34,7 @@ def queue(
         if as_json:
             output.json({"data": rows, "more": more})
             return
-        output.data.print(waiting(rows, output.data))
+        output.table(waiting(rows, output.data), "jobs wait")
         if more:
             output.note(f"{more} more wait{'s' if more == 1 else ''}: --limit shows up to 1000")
 
@@ -239,4 +239,4 @@ def _table(output: Output, columns: tuple[str, ...], rows: list[tuple[str, ...]]
         table.add_column(name, no_wrap=True, justify="left" if name in ("", "NAME", "OWNER", "PROJECT") else "right")
     for row in rows:
         table.add_row(*map(escape, row))
-    output.data.print(table)
+    output.table(table, "entries")

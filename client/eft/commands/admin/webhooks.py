@@ -34,7 +34,7 @@ def list_webhooks(url: UrlOption = None, as_json: JsonOption = False) -> None:
             events = ",".join(event.removeprefix("job.") for event in row["events"])
             jobs = "all" if row["all_jobs"] else "named"
             table.add_row(*map(escape, (row["id"], row["name"], row["kind"], row["origin"], events, jobs)), _state(row))
-        output.data.print(table)
+        output.table(table, "webhooks")
 
 
 @app.command("create")
@@ -123,7 +123,7 @@ def deliveries(
             last = row["last_error"] or (str(row["last_status"]) if row["last_status"] else "")
             after = shown(row["next_at"])
             table.add_row(row["id"], row["type"], row["job"] or "", styled, str(row["attempts"]), after, escape(last))
-        output.data.print(table)
+        output.table(table, "deliveries")
 
 
 @app.command("resend")

@@ -50,7 +50,7 @@ def list_nodes(url: UrlOption = None, as_json: JsonOption = False) -> None:
         if as_json:
             output.json({"data": [node.raw for node in nodes]})
         else:
-            output.data.print(_table(nodes))
+            output.table(_table(nodes), "nodes")
 
 
 @app.command()

@@ -116,7 +116,7 @@ def list_pipelines(
             done = sum(step.status == "succeeded" for step in one.steps)
             steps = f"{done}/{len(one.steps)}"
             table.add_row(one.id, status_markup(one.status), steps, age(one.created_at), escape(one.name or ""))
-        output.data.print(table)
+        output.table(table, "pipelines")
 
 
 @app.command("show")

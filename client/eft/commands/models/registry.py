@@ -71,7 +71,7 @@ def list_models(
                 age(one["created_at"]),
                 escape(",".join(one["tags"])),
             )
-        output.data.print(table)
+        output.table(table, "models")
 
 
 @app.command("upload")

@@ -104,7 +104,7 @@ def list_sweeps(
         for one in found:
             cells = (str(len(one.runs)), escape(one.name or ""), escape(one.reason or ""))
             table.add_row(short_id(one.id, output.data), status_markup(one.status), *cells)
-        output.data.print(table)
+        output.table(table, "sweeps")
 
 
 @app.command("show")
