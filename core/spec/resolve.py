@@ -37,6 +37,7 @@ LEARNING_RATES = {
     "kto": (1e-5, 1e-6),
     "grpo": (1e-5, 1e-6),
     "rloo": (1e-5, 1e-6),
+    "ppo": (1e-5, 1e-6),
 } | dict.fromkeys(("reward", "process_reward"), (1e-4, 1e-5))
 """Learning rates of stages that need others: of adapters, and of all parameters."""
 

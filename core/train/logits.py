@@ -51,13 +51,22 @@ def label_figures(model: nn.Module, head: OutputHead | str, batch: Batch) -> Tok
 def label_logprobs(model: nn.Module, head: OutputHead | str, batch: Batch, temperature: float = 1.0) -> Tensor:
     """Log-probability of each label at a temperature, float32 [label tokens], row after row: of logits that were never
     rounded to 16 bits, unless the head is none that the chunked loss knows, or caps the logits that are divided."""
+    return label_logprobs_and_hidden(model, head, batch, temperature)[0]
+
+
+def label_logprobs_and_hidden(
+    model: nn.Module, head: OutputHead | str, batch: Batch, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`label_logprobs`, and the hidden states [label tokens, hidden] that the output head is applied to."""
     if isinstance(head, OutputHead) and (temperature == 1.0 or (head.options.softcap is None and head.bias is None)):
         hidden, targets = label_hidden(head, batch)
         options = replace(head.options, scale=head.options.scale / temperature)
-        return token_logprobs(hidden, head.weight, targets, bias=head.bias, options=options)
-    logits, targets = label_logits(model, batch)
-    logits = logits / temperature
-    return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return token_logprobs(hidden, head.weight, targets, bias=head.bias, options=options), hidden
+    positions, targets = _labelled(batch)
+    with head_at(model, batch.in_line(positions)) as fed:
+        logits = all_logits(model, batch)[0] / temperature
+    logprobs = torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return logprobs, fed[0]
 
 
 def scores_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
@@ -89,16 +98,18 @@ def _labelled(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def head_at(model: nn.Module, positions: Tensor) -> Iterator[None]:
+def head_at(model: nn.Module, positions: Tensor) -> Iterator[list[Tensor]]:
     """Within, the output head sees only these positions of the flattened batch, as one row. Whatever the model does
-    to its logits afterwards (a scale, a soft cap) is elementwise and so stays exact."""
+    to its logits afterwards (a scale, a soft cap) is elementwise and so stays exact. The list has what the head saw in
+    each pass, [positions, hidden]."""
+    fed: list[Tensor] = []
 
     def select(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = args[0]
-        return (hidden.flatten(0, 1).index_select(0, positions).unsqueeze(0), *args[1:])
+        fed.append(args[0].flatten(0, 1).index_select(0, positions))
+        return (fed[-1].unsqueeze(0), *args[1:])
 
     handle = model.get_output_embeddings().register_forward_pre_hook(select)  # type: ignore[operator]
     try:
-        yield
+        yield fed
     finally:
         handle.remove()

@@ -16,12 +16,20 @@ from torch.nn import functional
 from core.plan.constants import WHOLE_LOGITS_BYTES
 from core.train.attention.kept import continuing, keeping
 from core.train.batch import Batch
-from core.train.logits import label_figures, label_hidden, label_logits, label_logprobs, scores_at
+from core.train.logits import (
+    label_figures,
+    label_hidden,
+    label_logits,
+    label_logprobs,
+    label_logprobs_and_hidden,
+    scores_at,
+)
 from core.train.loss.chunk import loss_backend
 from core.train.loss.head import OutputHead, head_of
 from core.train.loss.linear_cross_entropy import TokenFigures, linear_cross_entropy
 from core.train.model.heads import has_head
 from core.train.model.scaler import LossScaler
+from core.train.model.value_head import values_of
 
 T = TypeVar("T")
 
@@ -84,6 +92,12 @@ class PolicyModel:
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """Log-probability of every label at a temperature, float32 [label tokens], row after row."""
         return label_logprobs(self.model, self.whole_logits or self.head(), batch, temperature)
+
+    def logprobs_and_values(self, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """`logprobs`, and what the value head says before each label, float32 [label tokens]; of one pass."""
+        head = self.whole_logits or self.head()
+        logprobs, hidden = label_logprobs_and_hidden(self.model, head, batch, temperature)
+        return logprobs, values_of(self.model, hidden)
 
     def sequence_logprobs(self, batch: Batch) -> Tensor:
         """Summed log-probability of each sequence's labels, float32 [examples, sequences]."""

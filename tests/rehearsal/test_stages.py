@@ -37,6 +37,10 @@ NEEDED: dict[str, dict[str, Any]] = {
         "reward": [{"type": "regex", "pattern": "[a-f]"}], "num_generations": 2, "max_completion_length": 6,
         "temperature": 1.5,
     },
+    "ppo": {
+        "reward": [{"type": "regex", "pattern": "[a-f]"}], "num_iterations": 2, "max_completion_length": 6,
+        "temperature": 1.5,
+    },
 }  # fmt: skip
 """Fields that a stage cannot do without, or only slowly."""
 OFF = {"optimizer adamw_8bit": 1e-7, "optimizer adamw_4bit": 1e-7}

@@ -23,6 +23,7 @@ ROWS, STEPS = 12, 3
 REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluation.reference:sync"
 PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backward"
 CONTINUED = "core.train.policy:PolicyModel.continued"
+VALUES = "core.train.policy:PolicyModel.logprobs_and_values"
 TOKEN, REWARD = "core.train.generation.generator:choose", "core.train.rollout.answers:reward_of"
 ROLLOUTS = {
     "num_generations": 2, "max_completion_length": 6, "beta": 0.05, "num_iterations": 2, "temperature": 1.5,
@@ -67,6 +68,11 @@ CASES = {
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
         (REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3"),
         stage=ROLLOUTS,
+    ),
+    "ppo": Case(
+        [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
+        (VALUES, f"{BACKWARD}#2", f"{BACKWARD}#3"),
+        stage=ROLLOUTS | {"num_generations": 1},
     ),
 }
 

@@ -103,7 +103,7 @@ ROWS: dict[str, Any] = {
     ],
     "prompt": [{"prompt": row["prompt"]} for row in pairs(16)],
 }
-ROLLOUTS = ("grpo", "rloo")
+ROLLOUTS = ("grpo", "rloo", "ppo")
 SHORT_ROLLOUTS = {
     "num_generations": 2,
     "max_completion_length": 8,

@@ -37,7 +37,11 @@ OF_A_STAGE = {
     "no_reference_in_rollouts",
 }
 
-REQUIRED: dict[str, dict[str, Any]] = {"grpo": {"reward": ["exact"]}, "rloo": {"reward": ["exact"]}}
+REQUIRED: dict[str, dict[str, Any]] = {
+    "grpo": {"reward": ["exact"]},
+    "rloo": {"reward": ["exact"]},
+    "ppo": {"reward": ["exact"]},
+}
 """Fields that a stage cannot do without."""
 
 

@@ -96,8 +96,8 @@ def job_rollouts(
     offset: Annotated[int, Query(ge=0, le=2**31 - 1, description="Leave out so many answers.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MOST, description="Answers of a page at most.")] = 50,
 ) -> Response:
-    """The answers that the model sampled for a step of `grpo` or `rloo`, with their rewards and advantages, while the
-    job runs and afterwards. A page ends earlier than `limit` where its answers are longer than 1 MiB."""
+    """The answers that the model sampled for a step of `grpo`, `rloo` or `ppo`, with their rewards and advantages,
+    while the job runs and afterwards. A page ends earlier than `limit` where its answers are longer than 1 MiB."""
     with app.database.read() as session:
         job = find(session, principal, job_id)
         attempts, each = job.attempt, int((job.spec.get("stage") or {}).get("num_iterations", 1))

@@ -16,6 +16,7 @@ from core.plan.stream import Decision
 from core.spec.axes.export import GGUF, Merged
 from core.spec.axes.method import OFT, Full, LoRA, LowRank, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
+from core.spec.axes.rollout.stages import PPO
 from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
 from core.spec.settled import method_of
 from core.train.base.adapters import load_adapter
@@ -30,6 +31,7 @@ from core.train.model.gemm_limits import pad_ranks
 from core.train.model.heads import TASKS, has_head, head_name, head_of_model, pad_token_of, with_head
 from core.train.model.load import context_length, given_head, load_model, packed_as
 from core.train.model.placement import Placement
+from core.train.model.value_head import add_value_head, drop_value_head
 from core.train.optim.groups import ParameterGroup
 from core.train.optim.updates import DeviceUpdates, UpdateStrategy
 from core.train.quant.fp8 import dense_again, to_fp8
@@ -71,6 +73,7 @@ class Built:
         """Make it an ordinary model again, with all that was trained in float32: call it after the last step."""
         if self.offload is not None:
             self.offload.hand_back()
+        drop_value_head(self.model)
         if self.fp8 is not None:
             dense_again(self.model)
         from core.train.methods.start import write_out_starts
@@ -115,6 +118,8 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     if spec.stage.head != "tokens":
         model = with_head(model, spec.stage.head, pad_token_of(tokenizer))
     model, groups = _adapt(model, run, placement, ids)
+    if isinstance(spec.stage, PPO):
+        groups.append(add_value_head(model))
     if (alpha := spec.training.neftune_noise_alpha) is not None:
         add_noise(model, alpha)
     if packed is not None:

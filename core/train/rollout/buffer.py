@@ -34,11 +34,17 @@ class Rollout:
     """Weighted sums."""
     advantages: list[float]
     token_values: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Numbers of each token of all answers, end to end: `sampler`, `old`, `reference`."""
+    """Numbers of each token of all answers, end to end: `sampler`, `old`, `reference`; for PPO `value`, `return`,
+    `advantage` too."""
 
     @property
     def group(self) -> int:
         return len(self.answers) // len(self.prompts)
+
+    @property
+    def compared(self) -> int:
+        """Answers that are looked at together: those to a prompt, or all where each prompt has one."""
+        return self.group if self.group > 1 else len(self.answers)
 
     def answer_sums(self, values: npt.NDArray[np.float32]) -> list[float]:
         """Sums of numbers of tokens over each answer, float32."""
@@ -47,7 +53,7 @@ class Rollout:
 
     def varied(self) -> list[int]:
         """Places of the answers of groups whose rewards differ."""
-        size = self.group
+        size = self.compared
         return [
             at
             for first in range(0, len(self.answers), size)
@@ -83,17 +89,16 @@ class Rollout:
 
     def figures(self, most: int) -> dict[str, float]:
         """What is told of it. `most`: tokens of an answer at most."""
-        size = self.group
-        groups = np.asarray(self.total, dtype=np.float64).reshape(-1, size)
+        groups = np.asarray(self.total, dtype=np.float64).reshape(-1, self.compared)
         lengths = [len(answer) for answer in self.answers]
         found = {
             "reward": float(groups.mean()),
-            "reward_std": float(groups.std(axis=1, ddof=1).mean()),
+            "reward_std": float(groups.std(axis=1, ddof=min(1, groups.shape[1] - 1)).mean()),
             "frac_reward_zero_std": 1 - len(self.varied()) / len(self.answers),
         }
         for name, values in self.rewards.items():
             found[f"rewards/{name}/mean"] = float(np.mean(values))
-            found[f"rewards/{name}/std"] = float(np.std(values, ddof=1))
+            found[f"rewards/{name}/std"] = float(np.std(values, ddof=min(1, len(values) - 1)))
         return found | {
             "completions/mean_length": float(np.mean(lengths)),
             "completions/max_length": float(max(lengths)),

@@ -22,7 +22,7 @@ from torch import Tensor
 from core.base.files import sync
 from core.plan.constants import MOST_ALIKE
 from core.plan.steps import run_steps
-from core.spec.axes.rollout.stages import GRPO, RLOO, LearnsFromAnswers
+from core.spec.axes.rollout.stages import GRPO, PPO, RLOO, LearnsFromAnswers
 from core.spec.run.folder import ROLLOUTS, rollout_file
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
@@ -32,6 +32,7 @@ from core.train.generation.sampling import Key
 from core.train.policy import PolicyModel
 from core.train.rollout.answers import Answerer
 from core.train.rollout.buffer import Rollout, advantages_of, leave_one_out
+from core.train.rollout.estimation import estimate, explained_variance
 from core.train.rollout.programs import AnsweredPrompt
 from core.train.rollout.rewards import Columns
 from core.train.run import Run
@@ -86,6 +87,8 @@ class RolloutLoader:
             "answers": len(rollout.answers),
         }
         totals |= {FIGURE + name: value for name, value in rollout.figures(self.stage.max_completion_length).items()}
+        if isinstance(self.stage, PPO):
+            totals[f"{FIGURE}explained_variance"] = explained_variance(rollout)
         cut = self._cut(rollout, self.batch_size)
         totals["sequences"] = max(1, sum(map(len, cut)))  # what a mixture's balance of experts is a mean over
         if not cut:  # every group's rewards are alike: a step without a gradient, which momentum makes all the same
@@ -95,7 +98,7 @@ class RolloutLoader:
     def _cut(self, rollout: Rollout, batch_size: int) -> list[list[int]]:
         """The answers that have a gradient, as batches."""
         stage = self.stage
-        every = stage.beta or (isinstance(stage, RLOO) and stage.normalize_advantages)
+        every = stage.beta or isinstance(stage, PPO) or (isinstance(stage, RLOO) and stage.normalize_advantages)
         rows = list(range(len(rollout.answers))) if every else rollout.varied()
         return [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
 
@@ -156,35 +159,46 @@ class RolloutLoader:
             [0.0] * len(answers),
             {"sampler": np.asarray([p for answer in answers for p in answer.logprobs], dtype=np.float32)},
         )
-        if stage.num_iterations > 1 or (stage.beta and isinstance(stage, RLOO)):
-            rollout.token_values["old"] = self._logprobs(rollout)
+        if isinstance(stage, PPO):
+            rollout.token_values["old"], rollout.token_values["value"] = self._of_tokens(rollout, self._with_values)
+        elif stage.num_iterations > 1 or (stage.beta and isinstance(stage, RLOO)):
+            (rollout.token_values["old"],) = self._of_tokens(rollout, self._logprobs)
         if stage.beta:
             model: Any = self.answerer.ready.model
-            rollout.token_values["reference"] = self._logprobs(rollout, model.disable_adapter)
+            (rollout.token_values["reference"],) = self._of_tokens(rollout, self._logprobs, model.disable_adapter)
         rollout.advantages = advantages(rollout, stage)
         self._keep(rollout)
         self._tell(rollout)
         return rollout
 
-    def _logprobs(
-        self, rollout: Rollout, start: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> npt.NDArray[np.float32]:
-        """Log-probability of each token of all answers that are trained on, end to end, by the kernels and batches of
-        training; 0 of the others. `start` makes a context in which the model is the reference."""
+    def _of_tokens(
+        self,
+        rollout: Rollout,
+        function: Callable[[PolicyModel, Batch], tuple[Tensor, ...]],
+        start: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> list[npt.NDArray[np.float32]]:
+        """What a function finds of each token of all answers that are trained on, end to end, by the kernels and
+        batches of training; 0 of the others. `start` makes a context in which the model is the reference."""
         lengths = [len(answer) for answer in rollout.answers]
         ends = np.cumsum(lengths)
-        found = np.zeros(int(ends[-1]), dtype=np.float32)
+        found: list[npt.NDArray[np.float32]] = []
         dataset = rollout.dataset()
         with start():
             for rows in self._cut(rollout, self.batch_size):
                 self.run.check_stop()
-                values = self.answerer.ready.evaluate(dataset.collate(rows, self.pad_token_id), self._at_temperature)
-                for row, part in zip(rows, torch.split(values.cpu(), [lengths[row] for row in rows]), strict=True):
-                    found[ends[row] - lengths[row] : ends[row]] = part.numpy()
+                values = self.answerer.ready.evaluate(dataset.collate(rows, self.pad_token_id), function)
+                found = found or [np.zeros(int(ends[-1]), dtype=np.float32) for _ in values]
+                for into, numbers in zip(found, values, strict=True):
+                    parts = torch.split(numbers.cpu(), [lengths[row] for row in rows])
+                    for row, part in zip(rows, parts, strict=True):
+                        into[ends[row] - lengths[row] : ends[row]] = part.numpy()
         return found
 
-    def _at_temperature(self, policy: PolicyModel, batch: Batch) -> Tensor:
-        return policy.logprobs(batch, self.stage.temperature)
+    def _logprobs(self, policy: PolicyModel, batch: Batch) -> tuple[Tensor, ...]:
+        return (policy.logprobs(batch, self.stage.temperature),)
+
+    def _with_values(self, policy: PolicyModel, batch: Batch) -> tuple[Tensor, ...]:
+        return policy.logprobs_and_values(batch, self.stage.temperature)
 
     # --- what people see of it ------------------------------------------------------------------------
 
@@ -238,7 +252,8 @@ class RolloutLoader:
 
 
 def advantages(rollout: Rollout, stage: LearnsFromAnswers) -> list[float]:
-    """How much better each answer is than others to its prompt, as the stage counts it."""
+    """How much better each answer is than others to its prompt, as the stage counts it; for PPO, than its values said,
+    as the mean over its tokens."""
     match stage:
         case GRPO():
             return advantages_of(rollout.total, rollout.group, scale=stage.scale_rewards == "group")
@@ -248,6 +263,8 @@ def advantages(rollout: Rollout, stage: LearnsFromAnswers) -> list[float]:
                 apart = rollout.answer_sums(rollout.token_values["old"] - rollout.token_values["reference"])
                 rewards = [reward - stage.beta * gap for reward, gap in zip(rewards, apart, strict=True)]
             return leave_one_out(rewards, rollout.group, normalize=stage.normalize_advantages)
+        case PPO():
+            return estimate(rollout, stage)
         case _ as never:
             assert_never(never)
 

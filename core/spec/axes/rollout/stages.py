@@ -94,5 +94,34 @@ class RLOO(RolloutStage):
     have the same reward then have a gradient too."""
 
 
-LearnsFromAnswers = GRPO | RLOO
+class PPO(RolloutStage):
+    """Proximal policy optimization (Schulman et al. 2017, arXiv:1707.06347): a linear layer on the model's hidden
+    states learns what reward each token of an answer leads to, and tokens that lead to more than that become more
+    likely. That layer is trained with the model and is not part of what the job hands back. `beta` weighs the
+    divergence of each token as a part of its reward. As with TRL, a step has `per_device_train_batch_size` ·
+    `gradient_accumulation_steps` answers, `num_generations` to a prompt."""
+
+    type: Literal["ppo"] = "ppo"
+    num_generations: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Answers to each prompt. They are not compared with one another."""
+    num_iterations: Annotated[int, Field(ge=1, le=100)] = 4
+    """Optimizer steps over the same answers. Values, returns and advantages are those before the first of them."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward for each token that it is away."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of generalized advantage estimation (arXiv:1506.02438): 1 takes the rewards as they came, 0 only the value
+    of the next token."""
+    epsilon: Annotated[float, Field(gt=0, le=100)] = 0.2
+    """How far the ratio to the probability at the draw may fall (and rise) before its gradient is cut off."""
+    epsilon_high: Annotated[float, Field(gt=0, le=100)] | None = None
+    """How far it may rise. Default: `epsilon`."""
+    epsilon_value: Annotated[float, Field(gt=0, le=100_000)] = 0.2
+    """How far a value may move from that before the first step over the same answers."""
+    value_coef: Annotated[float, Field(ge=0, le=1000)] = 0.1
+    """Weight of the loss of the values."""
+    whiten_advantages: bool = True
+    """Move the advantages of all tokens of a step to mean 0 and standard deviation 1. Returns stay as they are."""
+
+
+LearnsFromAnswers = GRPO | RLOO | PPO
 """The stages of this module."""
