@@ -9,7 +9,7 @@ from typing import Any, assert_never
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
 from core.spec.axes.method import LowRank
-from core.spec.axes.rollout.stages import GRPO, PPO, RLOO, RolloutStage
+from core.spec.axes.rollout.stages import GRPO, RLOO, PPOStage, RolloutStage
 from core.spec.axes.runtime import HeldOut, NoStream
 from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
@@ -217,7 +217,7 @@ def build_stage(spec: JobSpec, data: RunData) -> Stage:
             from core.train.stages.rollout.rloo import LeaveOneOutPolicy
 
             return LeaveOneOutPolicy(rloo)
-        case PPO() as ppo:
+        case PPOStage() as ppo:
             from core.train.stages.rollout.ppo import ProximalPolicy
 
             return ProximalPolicy(ppo)

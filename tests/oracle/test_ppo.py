@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.spec.axes.rollout.stages import PPO
+from core.spec.axes.rollout.stages import PPOStage
 from core.train.batch import Batch
 from core.train.rollout.buffer import Rollout
 from core.train.rollout.estimation import estimate, explained_variance
@@ -76,7 +76,7 @@ def flat(matrix: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_advantages_returns_and_losses_are_those_of_verl(seed: int) -> None:
-    spec = PPO.model_validate(SPEC)
+    spec = PPOStage.model_validate(SPEC)
     torch.manual_seed(seed)
     old, reference, before = torch.rand(3, *MASK.shape).neg().unbind()
     scores, logps = torch.rand(len(LENGTHS)), (old + 0.4 * torch.randn(MASK.shape)).requires_grad_()
@@ -127,7 +127,7 @@ def test_a_rollout_goes_through_a_checkpoint_to_the_bit_with_all_that_is_fixed()
     torch.manual_seed(7)
     old, reference, before = torch.rand(3, *MASK.shape).neg().unbind()
     rollout = rolled_out({"old": old, "reference": reference, "value": before}, [0.0, 1.0, 0.5, 1.0])
-    rollout.advantages = estimate(rollout, PPO.model_validate(SPEC))
+    rollout.advantages = estimate(rollout, PPOStage.model_validate(SPEC))
     again = Rollout.of(rollout.state_dict())
     assert again.state_dict() == rollout.state_dict()
     assert again.token_values.keys() == {"old", "reference", "value", "return", "advantage", "sampler"}
@@ -140,6 +140,6 @@ def test_advantages_of_perfect_values_are_0(lam: float) -> None:
     scores = [0.0, 1.0, 0.5, 0.25]
     perfect = torch.tensor(scores).unsqueeze(1).expand_as(MASK)
     rollout = rolled_out({"old": MASK, "reference": MASK, "value": perfect}, scores)
-    estimate(rollout, PPO.model_validate(SPEC | {"gamma": 1.0, "lam": lam, "whiten_advantages": False}))
+    estimate(rollout, PPOStage.model_validate(SPEC | {"gamma": 1.0, "lam": lam, "whiten_advantages": False}))
     assert np.abs(rollout.token_values["advantage"]).max() == 0.0
     assert explained_variance(rollout) == 1.0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.base.stop import Stop
@@ -326,3 +327,23 @@ def test_rewards_of_held_out_prompts_choose_the_best_weights(tiny_dir: Path, row
     calm = figures(go(tmp_path / "calm", tiny_dir, rows))
     for step, values in figures(run_dir).items():
         assert values == calm[step], "an evaluation changes nothing of the training"
+
+
+def test_ppo_learns_values_and_hands_back_the_model_without_them(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
+    """However a step is cut; the value head is in each checkpoint."""
+    stage = {"type": "ppo", "num_generations": 1, "num_iterations": 2, "beta": 0.05}
+    one = go(tmp_path / "one", tiny_dir, rows, stage=stage, training={"max_steps": 4})
+    whole = {"max_steps": 4, "per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}
+    other = go(tmp_path / "other", tiny_dir, rows, stage=stage, training=whole)
+    told, again = figures(one), figures(other)
+    for step in told:
+        for name in ("loss", "policy_loss", "value_loss", "explained_variance", "kl"):
+            assert told[step][name] == pytest.approx(again[step][name], abs=2e-5), (step, name)
+        assert told[step]["clip_ratio"] >= 0 and told[step]["value_loss"] > 0
+    assert told[1]["explained_variance"] == 0.0 != told[3]["explained_variance"]
+    assert told[1]["approx_kl"] == pytest.approx(0.0, abs=1e-9) and told[2]["approx_kl"] > 0
+    saved = load_file(max(one.rglob("weights.safetensors")))
+    assert saved["base_model.model.value_head.weight"].abs().max() > 0
+    (adapter,) = one.rglob("adapter_model.safetensors")
+    handed_back = load_file(adapter)
+    assert handed_back and not [name for name in handed_back if "value_head" in name]

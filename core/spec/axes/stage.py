@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from core.spec.axes.data import RowFormat
-from core.spec.axes.rollout.stages import GRPO, PPO, RLOO
+from core.spec.axes.rollout.stages import GRPO, RLOO, PPOStage
 from core.spec.base import SpecModel, by_type, short_form
 
 LossOn = Literal["completions", "last", "turns", "all"]
@@ -165,7 +165,7 @@ class ProcessReward(SpecModel):
 
 
 Stage = Annotated[
-    SFT | CPT | DPO | SimPO | ORPO | KTO | Reward | ProcessReward | GRPO | RLOO | PPO,
+    SFT | CPT | DPO | SimPO | ORPO | KTO | Reward | ProcessReward | GRPO | RLOO | PPOStage,
     Field(discriminator="type"),
     short_form(by_type),
 ]

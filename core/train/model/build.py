@@ -16,7 +16,7 @@ from core.plan.stream import Decision
 from core.spec.axes.export import GGUF, Merged
 from core.spec.axes.method import OFT, Full, LoRA, LowRank, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
-from core.spec.axes.rollout.stages import PPO
+from core.spec.axes.rollout.stages import PPOStage
 from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
 from core.spec.settled import method_of
 from core.train.base.adapters import load_adapter
@@ -118,7 +118,7 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     if spec.stage.head != "tokens":
         model = with_head(model, spec.stage.head, pad_token_of(tokenizer))
     model, groups = _adapt(model, run, placement, ids)
-    if isinstance(spec.stage, PPO):
+    if isinstance(spec.stage, PPOStage):
         groups.append(add_value_head(model))
     if (alpha := spec.training.neftune_noise_alpha) is not None:
         add_noise(model, alpha)

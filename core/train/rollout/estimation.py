@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from core.spec.axes.rollout.stages import PPO
+from core.spec.axes.rollout.stages import PPOStage
 from core.train.rollout.buffer import Rollout
 
 VARIANCE_EPSILON = 1e-8
@@ -21,7 +21,7 @@ VARIANCE_EPSILON = 1e-8
 Numbers = npt.NDArray[np.float32]
 
 
-def estimate(rollout: Rollout, stage: PPO) -> list[float]:
+def estimate(rollout: Rollout, stage: PPOStage) -> list[float]:
     """Put `return` and `advantage` of each token beside its `value`; the mean advantage of each answer."""
     lengths = [len(answer) for answer in rollout.answers]
     tokens = rollout.token_values

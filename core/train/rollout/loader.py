@@ -22,7 +22,7 @@ from torch import Tensor
 from core.base.files import sync
 from core.plan.constants import MOST_ALIKE
 from core.plan.steps import run_steps
-from core.spec.axes.rollout.stages import GRPO, PPO, RLOO, LearnsFromAnswers
+from core.spec.axes.rollout.stages import GRPO, RLOO, LearnsFromAnswers, PPOStage
 from core.spec.run.folder import ROLLOUTS, rollout_file
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
@@ -87,7 +87,7 @@ class RolloutLoader:
             "answers": len(rollout.answers),
         }
         totals |= {FIGURE + name: value for name, value in rollout.figures(self.stage.max_completion_length).items()}
-        if isinstance(self.stage, PPO):
+        if isinstance(self.stage, PPOStage):
             totals[f"{FIGURE}explained_variance"] = explained_variance(rollout)
         cut = self._cut(rollout, self.batch_size)
         totals["sequences"] = max(1, sum(map(len, cut)))  # what a mixture's balance of experts is a mean over
@@ -98,7 +98,7 @@ class RolloutLoader:
     def _cut(self, rollout: Rollout, batch_size: int) -> list[list[int]]:
         """The answers that have a gradient, as batches."""
         stage = self.stage
-        every = stage.beta or isinstance(stage, PPO) or (isinstance(stage, RLOO) and stage.normalize_advantages)
+        every = stage.beta or isinstance(stage, PPOStage) or (isinstance(stage, RLOO) and stage.normalize_advantages)
         rows = list(range(len(rollout.answers))) if every else rollout.varied()
         return [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
 
@@ -159,7 +159,7 @@ class RolloutLoader:
             [0.0] * len(answers),
             {"sampler": np.asarray([p for answer in answers for p in answer.logprobs], dtype=np.float32)},
         )
-        if isinstance(stage, PPO):
+        if isinstance(stage, PPOStage):
             rollout.token_values["old"], rollout.token_values["value"] = self._of_tokens(rollout, self._with_values)
         elif stage.num_iterations > 1 or (stage.beta and isinstance(stage, RLOO)):
             (rollout.token_values["old"],) = self._of_tokens(rollout, self._logprobs)
@@ -263,7 +263,7 @@ def advantages(rollout: Rollout, stage: LearnsFromAnswers) -> list[float]:
                 apart = rollout.answer_sums(rollout.token_values["old"] - rollout.token_values["reference"])
                 rewards = [reward - stage.beta * gap for reward, gap in zip(rewards, apart, strict=True)]
             return leave_one_out(rewards, rollout.group, normalize=stage.normalize_advantages)
-        case PPO():
+        case PPOStage():
             return estimate(rollout, stage)
         case _ as never:
             assert_never(never)

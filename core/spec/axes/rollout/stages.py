@@ -94,7 +94,7 @@ class RLOO(RolloutStage):
     have the same reward then have a gradient too."""
 
 
-class PPO(RolloutStage):
+class PPOStage(RolloutStage):
     """Proximal policy optimization (Schulman et al. 2017, arXiv:1707.06347): a linear layer on the model's hidden
     states learns what reward each token of an answer leads to, and tokens that lead to more than that become more
     likely. That layer is trained with the model and is not part of what the job hands back. `beta` weighs the
@@ -123,5 +123,5 @@ class PPO(RolloutStage):
     """Move the advantages of all tokens of a step to mean 0 and standard deviation 1. Returns stay as they are."""
 
 
-LearnsFromAnswers = GRPO | RLOO | PPO
+LearnsFromAnswers = GRPO | RLOO | PPOStage
 """The stages of this module."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from core.spec.axes.rollout.stages import PPO
+from core.spec.axes.rollout.stages import PPOStage
 from core.train.batch import Batch
 from core.train.policy import PolicyModel
 from core.train.stage import Loss, Totals
@@ -30,7 +30,7 @@ class ProximalPolicy(SampledAnswers):
     title = "Proximal policy optimization"
     loss_unit = "tokens of answers"
 
-    def __init__(self, spec: PPO) -> None:
+    def __init__(self, spec: PPOStage) -> None:
         self.spec = spec
         self.high = spec.epsilon if spec.epsilon_high is None else spec.epsilon_high
 
