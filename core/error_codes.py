@@ -547,6 +547,10 @@ NOTICES: dict[str, Code] = {
         "The fp8 or GPTQ folder is not what was trained, or has kept too little of it.",
         "Read the job's result; take more bits per weight, or set `min_retention` (docs/exports.md).",
     ),
+    "tracking_failed": (
+        "A tracker is not shown the job's curves; the run goes on.",
+        "The notice has its reason, and `tracking-NAME.log` in the run's folder its words (docs/tracking.md).",
+    ),
     "lm_eval_failed": (
         "lm-eval could not score the model.",
         "The notice has its reason, and the job's log its words.",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from core import HOME
 from core.hardware.discover import Gpu, visible_env
 from core.hardware.tables import faults
 from core.jobs.kinds import CHILDREN, Kind
@@ -24,6 +25,8 @@ ALLOWED_TO_PREPARE = frozenset(
     | {name for upper in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY") for name in (upper, upper.lower())}
 )
 """What the download of a model needs, and a trainer does not."""
+ALLOWED_TO_TRACK = re.compile(r"^(MLFLOW_TRACKING|WANDB)_[A-Z0-9_]+$")
+"""Where trackers are, and keys of the service for them."""
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|DATABASE_URL", re.IGNORECASE)
 
 
@@ -68,3 +71,19 @@ def child_environment(
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     routed = faults.route(environment, arch or (gpu.arch if gpu is not None else "cpu"))
     return visible_env(routed.environment | dict(cure or {}), gpu, *beside)
+
+
+def tracker_environment(tools: Path, root: Path, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables for the process of a tracker, whose library lies in `tools`. It needs the network, and sees no GPU."""
+    source = os.environ if inherited is None else inherited
+    proxies = {name for name in ALLOWED_TO_PREPARE if name.upper().endswith("_PROXY")}
+    return {
+        **{name: source[name] for name in source if name in ALLOWED | proxies or ALLOWED_TO_TRACK.match(name)},
+        "HOME": str(root / "home"),
+        "PYTHONPATH": os.pathsep.join((str(tools), str(HOME))),
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    }

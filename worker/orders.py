@@ -70,6 +70,7 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         datasets=[DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset)],
         weights=claim.slot.kind != "preview",
         exports=spec.export if claim.slot.kind != "preview" else [],
+        tools=[one.type for one in spec.tracking] if claim.slot.kind != "preview" else [],
         cache_dir=str(layout.cache),
         lm_eval_tasks=None if settings.lm_eval_tasks is None else str(settings.lm_eval_tasks.absolute()),
         memory_limit=_prepare_limit(settings),

@@ -50,6 +50,7 @@ RULES = (
     ),
     DriftRule("spec.evaluation", "evaluation", "warn", "same", "the best checkpoint may be another"),
     DriftRule("spec.export", "formats", "allow", "same", "made after the training"),
+    DriftRule("spec.tracking", "trackers", "allow", "same", "training does not depend on it"),
     DriftRule(
         "spec.memory",
         "placement in memory",

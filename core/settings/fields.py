@@ -188,6 +188,8 @@ class SettingFields(BaseSettings):
     lm_eval_tasks: Path | None = None
     """Folder of tasks that jobs may name in `export: {type: lm_eval}`, beside those of lm-eval's package: YAML files
     with their data. Tasks are programs: only people who may run code on this machine should write there."""
+    tracking_dir: Path | None = None
+    """Folder for what trackers of jobs (`tracking`) write on this machine. Default: `tracking` in the data root."""
     offline: bool = False
     """Do not contact hubs: models must be in the cache or on disk."""
 

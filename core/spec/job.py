@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from core.spec.axes.batching import Batching, Rows
 from core.spec.axes.data import DataField
+from core.spec.axes.evaluation.tracking import Tracking
 from core.spec.axes.export import Exports
 from core.spec.axes.method import LoRA, Method
 from core.spec.axes.model import Model
@@ -104,6 +105,9 @@ class JobSpec(SpecModel):
     notify: Annotated[list[WebhookId], Field(max_length=10)] = Field(default=[])
     """Ids of webhooks of the project to notify of this job (docs/notices.md), beside those that are notified of all
     jobs."""
+
+    tracking: Tracking = Field(default=[])
+    """Programs that are shown the job's curves while it runs (docs/tracking.md)."""
 
     @property
     def result_metrics(self) -> list[str]:

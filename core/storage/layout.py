@@ -48,6 +48,11 @@ class Layout:
         return self.root / "cache"
 
     @property
+    def tracking(self) -> Path:
+        """What trackers of jobs write, a folder each."""
+        return self.root / "tracking"
+
+    @property
     def runs(self) -> Path:
         return self.root / "runs"
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import openai
 import pytest
 
+from core.train.tools.install import install
 from tests.support.service import Service, running, wait_for
 from tests.support.tools import CACHE, lm_eval_tools
 from tests.support.world import Caller, World
@@ -34,7 +36,13 @@ def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[
         "EFT_SERVING_IDLE_SECONDS": str(IDLE),
         "EFT_LM_EVAL_TASKS": str(folder / "tasks"),
     }
-    yield from running(folder, environment, settle=0)
+    with contextmanager(running)(folder, environment, settle=0) as service:
+        tools = service.data / "cache" / "tools"
+        tools.parent.mkdir(exist_ok=True)
+        lm_eval_tools()
+        install("tensorboard", CACHE, offline=False, field="tracking")
+        tools.symlink_to(CACHE / "tools")
+        yield service
 
 
 def spec(service: Service, models: Path, name: str, **more: Any) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def spec(service: Service, models: Path, name: str, **more: Any) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def tuned(service: Service, models: Path) -> str:
-    job = service.submit(spec(service, models, "lights"))
+    job = service.submit(spec(service, models, "lights", tracking=["tensorboard"]))
     assert service.wait(job, "succeeded", "failed")["status"] == "succeeded", service.describe(job)
     return job
 
@@ -139,6 +147,21 @@ def test_openais_client_gets_pefts_answers(service: Service, client: openai.Open
         assert reply.read().endswith(b"data: [DONE]\n\n")
 
 
+def test_a_tracker_is_shown_the_curve_and_leaves(service: Service, tuned: str) -> None:
+    """What it has of each point, and after kills: tests/unit/test_tracking.py."""
+    (written,) = (service.data / "tracking" / "tensorboard" / "eft" / f"lights {tuned}").iterdir()
+    (run,) = (path.parent for path in (service.data / "runs" / tuned).glob("attempt-*/tracking-tensorboard.json"))
+
+    def gone() -> bool:
+        return not [words for words in service.processes().values() if "tracking-tensorboard.json" in words]
+
+    wait_for(gone, 120, "the tracker's end")
+    assert written.read_bytes().count(b"learning_rate") == 3, "a point for each step"
+    assert (run / "tracking-tensorboard.log").read_text().count("Error") == 0
+    told = service.client.get(f"/jobs/{tuned}/events", params={"format": "json"}).json()["data"]
+    assert not [event for event in told if event["data"].get("code") == "tracking_failed"]
+
+
 TASK = """
 task: lights
 dataset_path: json
@@ -174,9 +197,6 @@ def test_lm_eval_scores_a_served_model_and_an_export_the_same(
     right = assert_peft_scores(samples, models, adapter)
     assert json.loads(report.read_text())["results"]["lights"]["acc,none"] == right / len(questions)
 
-    tools = service.data / "cache" / "tools"
-    tools.parent.mkdir(exist_ok=True)
-    tools.symlink_to(CACHE / "tools")
     url = f"/models/model-{tuned.removeprefix('job-')}/exports"
     asked = service.client.post(url, json={"export": [{"type": "lm_eval", "task": "lights"}]})
     assert asked.status_code == 201, asked.text

@@ -21,6 +21,7 @@ THEN: dict[str, Any] = {
         "checkpoint": {"save_steps": 5},
         "evaluation": {"eval_steps": 5, "per_device_eval_batch_size": 8},
         "export": ["merged"],
+        "tracking": ["tensorboard"],
         "batching": {"tokens_per_batch": 9},
         "training": {
             "max_steps": 9,

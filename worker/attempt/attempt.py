@@ -32,6 +32,7 @@ from worker.attempt.context import DATABASE_AWAY, RETRY_SECONDS, PatientDatabase
 from worker.attempt.event_relay import EventRelay
 from worker.attempt.serving_bridge import ServingBridge
 from worker.attempt.session_bridge import SessionBridge
+from worker.attempt.tracking import Trackers
 from worker.environment import child_environment
 from worker.gpus import gpu_memory
 from worker.store.publisher import Publisher, persist, publish_prepared
@@ -71,6 +72,7 @@ class AttemptRunner:
         self._limit: int | None = limit
         self._time_is_up = False
         """Whether its time limit is the only reason for its stop."""
+        self._trackers = Trackers(site, claim, self.folder)
         self._bridge: SessionBridge | ServingBridge | None = None
         self._stage = None if site.copies is None else Staging(site.copies, claim)
 
@@ -84,6 +86,7 @@ class AttemptRunner:
         finally:
             if self.child is not None:
                 self.child.reap()
+            self._trackers.end(None)
             if self._bridge is not None:
                 self._bridge.close()
             if self._events.publisher is not None:
@@ -241,6 +244,7 @@ class AttemptRunner:
         pid, started = self.child.pid, self.child.started
         if self._database.write(lambda session: claims.started(session, self.token, pid, started)) is False:
             self.lose()
+        self._trackers.start()
         if self._bridge is not None:
             self._bridge.start()
 
@@ -314,6 +318,7 @@ class AttemptRunner:
                 log.warning("database: %s", error)
                 continue
             self._bound_log()
+            self._trackers.look()
             if stop is None:
                 log.warning("attempt %d of %s is lost", self.token.attempt, self.claim.label)
                 self.lose()
@@ -386,6 +391,7 @@ class AttemptRunner:
             result = _defect(error)
             after = self._write_end(result, code)
         words = result.kind if isinstance(result, Succeeded) else str(result)
+        self._trackers.end(after)
         log.info("attempt %d of %s: %s → %s", self.token.attempt, self.claim.label, words, after or "lost")
 
     def _write_end(self, result: Outcome, code: int | None) -> Status | None:

@@ -59,6 +59,20 @@ def spawn(
     )
 
 
+def spawn_program(program: Path, argument: str, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+    """`python -P program argument`, for a program over libraries of its own; otherwise as `spawn`."""
+    return subprocess.Popen(
+        [sys.executable, "-P", str(program), argument],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        cwd=HOME,
+        env=dict(environment),
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
 class Child:
     """Safe to use from several threads. Until `reap` the kernel keeps the number, so no signal can go astray.
 

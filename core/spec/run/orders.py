@@ -13,6 +13,7 @@ from core.spec.axes.model import Model
 from core.spec.base import SpecModel
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
+from core.tools import ToolSet
 
 
 class DataFiles(SpecModel):
@@ -182,6 +183,8 @@ class PrepareOrder(SpecModel):
     """False: tokenizer and configuration are enough, for a preview."""
     exports: list[Export] = Field(default=[])
     """Formats of the job: the libraries that write them are installed below `cache_dir`."""
+    tools: list[ToolSet] = Field(default=[])
+    """Libraries beside those of the formats that are installed below `cache_dir`: those of the job's trackers."""
     cache_dir: str | None = None
     lm_eval_tasks: str | None = None
     """See RunOrder."""

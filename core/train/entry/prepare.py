@@ -37,6 +37,7 @@ from core.train.hub import download, gguf, model_files
 from core.train.hub.datasets import prepare_dataset
 from core.train.hub.handed_back_files import checked_folder, has_tokenizer, require_fit
 from core.train.hub.model_cache import CachedModel, ModelCache
+from core.train.tools.install import install
 
 OnProgress = Callable[[str, int, int | None], None]
 """(phase, bytes done, bytes in all or None); phase: "downloading", "converting", "waiting" (for another job at it)."""
@@ -417,6 +418,9 @@ def main(arguments: list[str]) -> int:
                 offline=order.offline,
                 task_folder=None if order.lm_eval_tasks is None else Path(order.lm_eval_tasks),
             )
+        for tools in order.tools if order.cache_dir is not None else ():
+            progress("installing", 0, None)
+            install(tools, Path(order.cache_dir or ""), offline=order.offline, field="tracking")
         datasets = []
         for one in order.datasets:
             paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)

@@ -54,6 +54,7 @@ def spec_of(job: Job, exports: Sequence[Export], max_runtime_seconds: int | None
         "checkpoint": DiskCheckpoints(),
         "resources": SingleDevice(accelerator="cpu", max_runtime_seconds=max_runtime_seconds),
         "notify": [],
+        "tracking": [],
         "after": [],
         "tags": [],
         "note": "",

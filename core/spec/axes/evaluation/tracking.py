@@ -1,0 +1,47 @@
+"""The tracking axis: programs beside eft that are shown a job's curves."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from core.spec.base import SpecModel, by_type, short_form
+
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._/-]{0,99}$")]
+
+
+class TensorBoard(SpecModel):
+    """Event files that TensorBoard shows, in the folder `tensorboard` of the service's tracking folder."""
+
+    type: Literal["tensorboard"] = "tensorboard"
+
+
+class MLflow(SpecModel):
+    """A run of MLflow: on the server that the service names (`MLFLOW_TRACKING_URI`), else in a folder."""
+
+    type: Literal["mlflow"] = "mlflow"
+    experiment: Label = "eft"
+    """Experiment that the run belongs to; made where it is not there."""
+
+
+class WandB(SpecModel):
+    """A run of Weights & Biases: uploaded if the service has a key (`WANDB_API_KEY`), else kept offline in a folder for
+    `wandb sync`."""
+
+    type: Literal["wandb"] = "wandb"
+    project: Label = "eft"
+    """Project of Weights & Biases that the run belongs to."""
+
+
+Tracker = Annotated[TensorBoard | MLflow | WandB, Field(discriminator="type"), short_form(by_type)]
+
+
+def _once(trackers: list[Tracker]) -> list[Tracker]:
+    if len({one.type for one in trackers}) < len(trackers):
+        raise ValueError("each tracker may occur only once")
+    return trackers
+
+
+Tracking = Annotated[list[Tracker], AfterValidator(_once), short_form(lambda value: [value], "tensorboard")]
+"""What is shown the job's curves."""
