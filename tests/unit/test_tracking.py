@@ -113,7 +113,7 @@ def test_a_tracker_has_each_point_once_whatever_is_killed(tracker: ToolSet, tmp_
             json.dumps({"tracker": tracker, "run_dir": str(run_dir), "told": told | {"folder": str(folder)}})
         )
         return subprocess.Popen(
-            [sys.executable, "-P", str(ROOT / "core/tracking/program.py"), str(order)],
+            [sys.executable, "-P", str(ROOT / "core/tracking/follow_program.py"), str(order)],
             stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT, bufsize=0,
         )  # fmt: skip
 

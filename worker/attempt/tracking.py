@@ -20,7 +20,7 @@ from core.jobs.base.transitions import append_events
 from core.jobs.kinds import Kind
 from core.jobs.lifecycle.claims import Claim
 from core.tools import place
-from core.tracking.program import GRACE
+from core.tracking.follow_program import GRACE
 from worker import processes
 from worker.attempt.child import spawn_program
 from worker.attempt.context import DATABASE_AWAY, WorkerContext
@@ -28,7 +28,7 @@ from worker.environment import tracker_environment
 
 log = logging.getLogger("eft.worker")
 
-PROGRAM = HOME / "core" / "tracking" / "program.py"
+PROGRAM = HOME / "core" / "tracking" / "follow_program.py"
 LOG = "tracking-{}.log"
 ORDER = "tracking-{}.json"
 LEAVES = 15.0

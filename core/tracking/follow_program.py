@@ -1,4 +1,4 @@
-"""`python -P program.py ORDER`: shows one tracker the curves of an attempt, over the tools of that tracker.
+"""`python -P follow_program.py ORDER`: shows one tracker the curves of an attempt, over the tools of that tracker.
 
 ORDER is a JSON file (worker/attempt/tracking.py writes it). The worker holds stdin: a line there is how the job has
 ended, and the end of the file without one is the end of the worker. A tracker that does not answer is tried again
