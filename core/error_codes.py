@@ -578,6 +578,7 @@ SESSIONS: dict[str, Code] = {
         "A number of an operation was used for another operation.",
         "Count operations of a model from 1; the same number is the same operation.",
     ),
+    "session_in_use": ("An operation of the session waits for its result.", "Park it later, or close it."),
     "session_ended": ("The session is closed or has failed.", "The message says why; open a new one."),
     "session_needs_folder": ("Sessions do not run over a data root in an object store.", "Use a folder as data root."),
     "no_gradients": ("`step` was called without gradients.", "Call `forward_backward` first."),

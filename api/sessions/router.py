@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.auth.policy import Principal, Reading, Writing
 from api.deps import After, App, AppState, Limit
-from api.errors import printable
+from api.handles import SessionId
 from api.http.body import json_body, read_body
 from api.http.errors import responses
 from api.http.once import Asked, answer, earlier
@@ -20,16 +19,13 @@ from api.jobs.service import decode
 from api.sessions import schemas
 from api.sessions.results import result
 from api.sessions.service import Sessions, read_operation, read_tensors
-from core.errors import NotFound
-from core.jobs.lifecycle.sessions import records
+from core.jobs.lifecycle.sessions import idle, records
 from core.spec.load import load_json, storable
 from core.spec.session import tensors
 from core.spec.session.job import SessionSpec
 
 router = APIRouter(tags=["sessions"])
 
-_ID = re.compile(r"session-[0-9a-z]{26}")
-_EXAMPLE_ID = "session-01kar3v8x5m2h6n9qst4wyz0bc"
 _OPERATION = {
     "required": True,
     "description": f"JSON, or `{tensors.MEDIA_TYPE}` with `seq` and `operation` in the metadata.",
@@ -43,16 +39,11 @@ _OPERATION = {
 }
 
 
-async def _session_id(
-    session_id: Annotated[str, Path(description="Id of a session.", examples=[_EXAMPLE_ID])],
-) -> str:
-    if not _ID.fullmatch(session_id):
-        raise NotFound(f"there is no session `{printable(session_id)}` in this project", field="session_id")
-    return session_id
-
-
-SessionId = Annotated[str, Depends(_session_id)]
 Position = Annotated[int, Path(ge=1, le=2**31 - 1, description="Place of an operation in the log.", examples=[2])]
+Statuses = Annotated[
+    list[str] | None, Query(description=f"Only sessions in this state, repeatable: {', '.join(records.STATUSES)}.")
+]
+Mine = Annotated[bool, Query(description="Only sessions that the caller has opened.")]
 Wait = Annotated[float, Query(ge=0, le=60, description="Seconds to wait for the result before answering.")]
 
 
@@ -91,10 +82,13 @@ async def open_session(request: Request, principal: Writing, app: App, once: Ask
     response_class=JSONResponse,
     responses=responses(400, 422),
 )
-def list_sessions(principal: Reading, app: App, limit: Limit = 20, after: After = None) -> Response:
+def list_sessions(
+    principal: Reading, app: App, status: Statuses = None, mine: Mine = False, limit: Limit = 20, after: After = None
+) -> Response:
     """The project's sessions, newest first, in pages: repeat with `after` = `next` while `has_more`."""
+    statuses = records.statuses(status or [])
     with app.database.read() as session:
-        page = records.page(session, principal, after=after, limit=limit)
+        page = records.page(session, principal, statuses=statuses, mine=mine, after=after, limit=limit)
         data = [schemas.session_view(one) for one in page.items]
     following = data[-1]["id"] if page.has_more else None
     return JSONResponse({"data": data, "has_more": page.has_more, "next": following})
@@ -105,12 +99,31 @@ def list_sessions(principal: Reading, app: App, limit: Limit = 20, after: After 
     summary="Show a session",
     response_model=schemas.SessionView,
     response_class=JSONResponse,
-    responses=responses(404),
+    responses=responses(404, 409),
 )
 def show_session(session_id: SessionId, principal: Reading, app: App) -> Response:
     """Its state, and why it waits where it does."""
     with app.database.read() as session:
         return JSONResponse(schemas.session_view(records.find(session, principal, session_id)))
+
+
+@router.post(
+    "/sessions/{session_id}/park",
+    summary="Park a session",
+    response_model=schemas.SessionView,
+    response_class=JSONResponse,
+    responses=responses(404, 409, 410),
+)
+def park_session(session_id: SessionId, principal: Writing, app: App, once: Asked) -> Response:
+    """Free its slot now; the next operation brings it back. Refused while an operation waits for its result.
+    Idempotent."""
+    return answer(
+        app,
+        principal,
+        once,
+        None,
+        lambda session: schemas.session_view(idle.park(session, principal, session_id)),
+    )
 
 
 @router.post(
@@ -166,7 +179,7 @@ async def send_operation(
     summary="Get an operation's result",
     response_model=schemas.OperationView,
     response_class=JSONResponse,
-    responses=responses(404),
+    responses=responses(404, 409),
 )
 async def get_operation(
     request: Request, session_id: SessionId, position: Position, principal: Reading, app: App, wait: Wait = 0.0

@@ -22,7 +22,7 @@ from eft.commands import (
     plan,
 )
 from eft.commands.admin import access, box, gpu, queue, webhooks, worker
-from eft.commands.models import pipelines, push, registry, rewards, serve, sweeps
+from eft.commands.models import pipelines, push, registry, rewards, serve, sessions, sweeps
 from eft.manual.source import HEADINGS, manual
 from eft.terminal.app import App, Root
 from eft.version import VERSION
@@ -80,6 +80,7 @@ app.command(rich_help_panel=MODELS)(pipelines.lineage)
 app.add_typer(pipelines.app, name="pipelines", rich_help_panel=MODELS)
 app.add_typer(sweeps.app, name="sweep", rich_help_panel=MODELS)
 app.add_typer(sweeps.app, name="sweeps", hidden=True)
+app.add_typer(sessions.app, name="sessions", rich_help_panel=MODELS)
 app.add_typer(files.app, name="files", rich_help_panel=DATA)
 app.add_typer(data.app, name="data", rich_help_panel=DATA)
 app.command(rich_help_panel=LINE)(queue.queue)

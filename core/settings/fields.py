@@ -131,6 +131,8 @@ class SettingFields(BaseSettings):
     beyond that previews are rejected with 429. 0: no limit."""
     max_sessions: Count = 8
     """Sessions that a user may have open at once, parked ones too (docs/sessions.md). 0: no limit."""
+    unused_session_hours: Span = 168.0
+    """Hours without an operation after which a parked session is closed; what it has saved stays. 0: never."""
     max_operation_bytes: Bytes = 64 << 20
     """Size limit of one operation of a session, in bytes."""
     serving_idle_seconds: Seconds = 300.0

@@ -14,7 +14,11 @@ import pytest
 from eft.errors import ApiError, OperationFailed
 from eft.sync.client import Client
 from eft.sync.sessions import TrainingSession
+from sqlalchemy import update
 
+from core.db.engine import db_now
+from core.db.tables import SessionOperation, SessionRow
+from core.jobs.lifecycle.sessions import idle
 from core.spec.session import tensors
 from tests.support.service import Service, running, wait_for
 from tests.support.world import Caller, World
@@ -82,7 +86,12 @@ def test_a_recipe_ends_with_the_undisturbed_bits_whatever_is_killed(service: Ser
         assert failed.value.field == "tokens"
         log = service.client.get(f"/sessions/{session.id}/operations/1").json()
         assert log["status"] == "done" and log["operation"]["op"] == "create"
-    assert client._transport.json("GET", f"/sessions/{session.id}")["status"] in ("closing", "closed")
+        parked = client.sessions.park(session.id[:20])
+        assert parked["status"] in ("parking", "parked") and parked["id"] == session.id
+        wait_for(lambda: session.status()["status"] == "parked", 60, "the session to leave its slot")
+        again = session.logprobs([{"tokens": row} for row in ROWS], model="struck").arrays["logprobs"]
+        assert np.array_equal(again, struck[-1]), "it comes back as it was"
+    assert client.sessions.get("last")["status"] in ("closing", "closed")
     client.close()
 
 
@@ -148,6 +157,32 @@ def test_sessions_of_another_project_are_not_there(here: World, boss: Caller) ->
         assert here.ask(method, f"/sessions/{theirs}{path}", boss.key, **sent).status_code == 404
     mine = here.session(here.lab, fresh=False)
     assert mine in [one["id"] for one in here.ask("GET", "/sessions?limit=200", boss.key).json()["data"]]
+
+
+@pytest.mark.both_databases
+def test_who_parks_and_lists_sessions(here: World, boss: Caller) -> None:
+    """A session is parked at once unless an operation waits; a parked one that nobody uses is closed in the end."""
+    session = here.session(here.lab, fresh=True)
+    refused = here.ask("POST", f"/sessions/{session}/park", boss.key)
+    assert refused.status_code == 409 and refused.json()["error"]["code"] == "session_in_use", refused.text
+    with here.database.write() as written:
+        written.execute(update(SessionOperation).where(SessionOperation.session_id == session).values(done_at=db_now()))
+    for _ in range(2):
+        assert here.ask("POST", f"/sessions/{session}/park", boss.key).json()["status"] == "parked"
+    parked = here.ask("GET", "/sessions?status=parked&limit=200", boss.key).json()["data"]
+    assert session in [one["id"] for one in parked] and {one["status"] for one in parked} == {"parked"}
+    mine = here.ask("GET", "/sessions?mine=true&limit=200", boss.key).json()["data"]
+    assert session not in [one["id"] for one in mine], "another member has opened it"
+    odd = here.ask("GET", "/sessions?status=paused", boss.key)
+    assert odd.status_code == 422 and odd.json()["error"]["field"] == "status", odd.text
+    with here.database.write() as written:
+        assert session not in idle.close_unused(written, 1.0), "it was used just now"
+        written.execute(update(SessionRow).where(SessionRow.id == session).values(used_at=db_now() - 3601.0))
+        assert session in idle.close_unused(written, 1.0)
+    closed = here.ask("GET", f"/sessions/{session}", boss.key).json()
+    assert closed["status"] == "closed" and "EFT_UNUSED_SESSION_HOURS" in closed["reason"]
+    late = here.ask("POST", f"/sessions/{session}/park", boss.key)
+    assert late.status_code == 409 and late.json()["error"]["code"] == "session_ended"
 
 
 @pytest.mark.parametrize("op", ["load", "logprobs"])

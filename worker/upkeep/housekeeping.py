@@ -20,7 +20,7 @@ from core.jobs.lifecycle import claims, leader, lease_expiry, retention
 from core.jobs.lifecycle.pipelines import advance
 from core.jobs.lifecycle.registry import entries
 from core.jobs.lifecycle.serving import requests
-from core.jobs.lifecycle.sessions import saves
+from core.jobs.lifecycle.sessions import idle, saves
 from core.jobs.lifecycle.sweeps import advance as sweeps
 from core.jobs.policies import maintenance, nodes, usage
 from core.jobs.policies.budget import Budget
@@ -231,6 +231,7 @@ class Housekeeper:
                 break
         if gone:
             log.info("forgot %d answer(s) to Idempotency-Keys", gone)
+        self._close_unused()
         if folders := saves.sweep(self._database, self._layout):
             log.info("removed %d folder(s) that sessions had saved and that have gone", folders)
         if removed := remove_orphans(self._database, self._layout):
@@ -243,6 +244,13 @@ class Housekeeper:
         elif not Budget.of(self._settings).limits:
             disk_usage.measure(self._database, self._layout)
         return True
+
+    def _close_unused(self) -> None:
+        if hours := self._settings.unused_session_hours:
+            with self._database.write() as session:
+                closed = idle.close_unused(session, hours)
+            if closed:
+                log.info("closed sessions without an operation for %g hours: %s", hours, ", ".join(closed))
 
     def _keep_budgets(self) -> bool:
         if self._bucket is not None:

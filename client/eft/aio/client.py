@@ -13,7 +13,7 @@ from eft.aio.models import AsyncModels
 from eft.aio.nodes import AsyncNodes
 from eft.aio.pipelines import AsyncPipelines
 from eft.aio.queue import AsyncQueue
-from eft.aio.sessions import AsyncTrainingSession
+from eft.aio.sessions import AsyncSessions, AsyncTrainingSession
 from eft.aio.sweeps import AsyncSweeps
 from eft.aio.transport import AsyncTransport
 from eft.aio.webhooks import AsyncWebhooks
@@ -41,6 +41,8 @@ class AsyncClient(AsyncEvents, AsyncFiles, AsyncNodes):
         self.webhooks = AsyncWebhooks(self._transport)
         self.pipelines = AsyncPipelines(self._transport)
         """Jobs one after another."""
+        self.sessions = AsyncSessions(self._transport)
+        """Training loops that run elsewhere; `session` opens one."""
         self.sweeps = AsyncSweeps(self._transport)
         """One job with other values, run by run."""
         self.models = AsyncModels(self._transport)

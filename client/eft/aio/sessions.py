@@ -161,6 +161,43 @@ class AsyncTrainingSession:
         return view, arrays
 
 
+class AsyncSessions:
+    """`client.sessions`: those of the project, also of other programs."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def all(self, *, status: Sequence[str] = (), mine: bool = False, limit: int = 200) -> list[Raw]:
+        """Newest first, at most `limit`. `mine`: only those that the caller has opened."""
+        found: list[Raw] = []
+        after: str | None = None
+        while len(found) < limit:
+            params: dict[str, Param] = {"limit": min(200, limit - len(found)), "after": after}
+            params |= {"status": list(status) or None, "mine": "true" if mine else None}
+            page: Raw = await self._transport.json("GET", "/sessions", params=params)
+            found += page["data"]
+            after = page["next"]
+            if after is None:
+                break
+        return found
+
+    async def get(self, session_id: str) -> Raw:
+        found: Raw = await self._transport.json("GET", paths.session(session_id))
+        return found
+
+    async def park(self, session_id: str) -> Raw:
+        """Free the session's slot; the next operation brings it back."""
+        return await self._ask(session_id, "park")
+
+    async def close(self, session_id: str) -> Raw:
+        """End the session; what it saved stays."""
+        return await self._ask(session_id, "close")
+
+    async def _ask(self, session_id: str, verb: str) -> Raw:
+        answer: Raw = await self._transport.json("POST", f"{paths.session(session_id)}/{verb}", idempotent=True)
+        return answer
+
+
 def _reader(model: str | None, folder: str | None) -> Raw:
     """The adapter that an operation reads."""
     return {"model": model} if folder is None else {"folder": folder}

@@ -53,7 +53,7 @@ def model(model_id: str) -> str:
 
 
 def session(session_id: str) -> str:
-    return f"/sessions/{identity(session_id, '`client.sessions()` lists them')}"
+    return f"/sessions/{handle(session_id, '`eft sessions list` lists them')}"
 
 
 def sweep(sweep_id: str) -> str:

@@ -28,6 +28,7 @@ Offer = tuple[str, str]
 
 _PATHS = frozenset({"FILE", "PATH", "JOB|FILE"})
 _STATUSES = ("queued", "preparing", "starting", "running", "pausing", "paused", "stopping")
+_OPEN = ("queued", "preparing", "starting", "running", "parking", "parked")
 _OF_VERB: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("cancel",): _STATUSES,
     ("delete",): ("succeeded", "failed", "cancelled"),
@@ -194,10 +195,16 @@ def _hooks(client: Client, here: ManualPage) -> Iterator[Offer]:
         yield str(row["id"]), str(row["name"])
 
 
+def _sessions(client: Client, here: ManualPage) -> Iterator[Offer]:
+    for row in client.sessions.all(status=_OPEN, limit=MANY):
+        yield str(row["id"]), f"{row['status']} {row['name'] or ''}".strip()
+
+
 _ASKED: Mapping[str, Callable[[Client, ManualPage], Iterator[Offer]]] = {
     "JOB": _jobs,
     "FILE_ID": _files,
     "NODE": _nodes,
+    "SESSION": _sessions,
     "GPU": _gpus,
     "KEY": _keys,
     "USER": _users,

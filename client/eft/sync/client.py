@@ -15,7 +15,7 @@ from eft.sync.models import Models
 from eft.sync.nodes import Nodes
 from eft.sync.pipelines import Pipelines
 from eft.sync.queue import Queue
-from eft.sync.sessions import TrainingSession
+from eft.sync.sessions import Sessions, TrainingSession
 from eft.sync.sweeps import Sweeps
 from eft.sync.transport import Transport
 from eft.sync.webhooks import Webhooks
@@ -42,6 +42,8 @@ class Client(Events, Files, Nodes):
         self.webhooks = Webhooks(self._transport)
         self.pipelines = Pipelines(self._transport)
         """Jobs one after another."""
+        self.sessions = Sessions(self._transport)
+        """Training loops that run elsewhere; `session` opens one."""
         self.sweeps = Sweeps(self._transport)
         """One job with other values, run by run."""
         self.models = Models(self._transport)

@@ -30,6 +30,10 @@ STATUS_STYLE = {
     "succeeded": "green",
     "failed": "red",
     "cancelled": "yellow",
+    "parking": "yellow",
+    "parked": "magenta",
+    "closing": "yellow",
+    "closed": "yellow",
 }
 
 

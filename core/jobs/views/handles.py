@@ -46,6 +46,7 @@ class Handled:
 
 
 JOB = Handled("job", "job", Job.id, Job.name, Job.project_id, Job.owner_id, (Job.kind == "train",))
+SESSION = Handled("session", "session", Job.id, Job.name, Job.project_id, Job.owner_id, (Job.kind == "session",))
 MODEL = Handled(
     "model",
     "model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from core.db.tables import Job, SessionRow
-from core.errors import NotFound
+from core.errors import NotFound, SpecError
 from core.jobs.base.paging import ResultPage, UnknownCursor
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
@@ -26,6 +27,10 @@ VIEW = {
     Status.CANCELLED: "closed",
 }
 """What people read in place of a job's status, where that differs."""
+
+
+STATUSES = tuple(VIEW.get(status, status.value) for status in Status if status is not Status.SUCCEEDED)
+"""All words for the state of a session; none succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ def create(
     if most and session.execute(mine.where(Job.status.not_in(final))).scalar_one() > most:
         raise QueueFull(
             f"you have {most} sessions already, which is the limit (EFT_MAX_SESSIONS): close one first "
-            "(`POST /sessions/{id}/close`)"
+            "(`eft sessions list`, `eft sessions close`)"
         )
     session.refresh(row)
     return FoundSession(row, made)
@@ -101,10 +106,34 @@ def matching(
     return [FoundSession(*row) for row in session.execute(ordered)], count
 
 
-def page(session: Session, actor: Actor, *, after: str | None = None, limit: int = 20) -> ResultPage[FoundSession]:
-    """Sessions of the actor's project, newest first. Raises UnknownCursor when `after` is none of them."""
+def statuses(words: Sequence[str]) -> list[Status]:
+    """The states that these words name. Raises SpecError."""
+    known = dict(zip(STATUSES, (status for status in Status if status is not Status.SUCCEEDED), strict=True))
+    if odd := next((word for word in words if word not in known), None):
+        shown = ", ".join(STATUSES)
+        raise SpecError(
+            f"`{odd[:30]}` is no state of a session; there are {shown}", field="status", code="invalid_value"
+        )
+    return [known[word] for word in words]
+
+
+def page(
+    session: Session,
+    actor: Actor,
+    *,
+    statuses: Sequence[Status] = (),
+    mine: bool = False,
+    after: str | None = None,
+    limit: int = 20,
+) -> ResultPage[FoundSession]:
+    """Sessions of the actor's project, newest first; `mine`: only those that the actor has opened. Raises UnknownCursor
+    when `after` is none of them."""
     query = select(SessionRow, Job).join(Job, Job.id == SessionRow.id)
     query = query.where(SessionRow.project_id == actor.project_id)
+    if statuses:
+        query = query.where(Job.status.in_([status.value for status in statuses]))
+    if mine:
+        query = query.where(Job.owner_id == actor.user_id)
     if after is not None:
         known = select(SessionRow.id).where(SessionRow.id == after, SessionRow.project_id == actor.project_id)
         if session.execute(known).one_or_none() is None:
