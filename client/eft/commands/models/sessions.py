@@ -56,7 +56,7 @@ def list_sessions(
             numbers = (str(one["operations"]), f"{age(one['used_at'])} ago")
             words = (escape(_model(one)), escape(one["name"] or ""))
             table.add_row(short_id(one["id"], output.data), status_markup(one["status"]), *numbers, *words)
-        output.data.print(table)
+        output.table(table, "sessions")
 
 
 @app.command("show")
