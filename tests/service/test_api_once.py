@@ -11,7 +11,7 @@ from sqlalchemy import delete, func, select, update
 from api.auth.policy import Role, Scope
 from api.http.idempotency import IdempotencyKeyReused
 from api.jobs.service import Jobs, OnlyOnce
-from core.db.tables import ApiKey, Audit, Delivery, Hold, IdempotencyKey, Job, Webhook
+from core.db.tables import ApiKey, Audit, Delivery, Hold, IdempotencyKey, Job, SessionOperation, Webhook
 from core.jobs.base.transitions import Actor
 from tests.support.requests import OF_ANOTHER_PROTOCOL, filled, objects, request_of
 from tests.support.world import MODEL, Caller, World
@@ -37,6 +37,10 @@ def prepared(here: World, path: str, boss: Caller) -> dict[str, str]:
             session.execute(delete(Webhook))
     if path == "/holds/release":
         here.ask("POST", "/holds", boss.key, json={"gpus": ["box/cpu"]})
+    if verb == "park":  # its operation has been computed
+        with here.database.write() as session:
+            one = SessionOperation.session_id == things["session_id"]
+            session.execute(update(SessionOperation).where(one).values(done_at=1.0))
     if path in ("/holds", "/gpus/drain"):
         with here.database.write() as session:
             session.execute(update(Hold).values(released_at=1.0))

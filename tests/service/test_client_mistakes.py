@@ -124,6 +124,7 @@ ENOUGH = {
     "quota set": ("project", "default", "--max-running", "2"),
     "users change": (JOB, "--disable"),
     "login": ("--key-stdin",),
+    "sessions close": (JOB,),
 }
 """Where more has to be given than the command line's grammar knows."""
 LOCAL = {"open", "login", "push", "models upload"}
