@@ -211,8 +211,8 @@ def chosen() -> list[Cell]:
 
 @cache
 def gangs() -> list[Cell]:
-    """Cells of two ranks in which each value occurs that two ranks may have; none of grpo, which has one rank."""
-    rows = [replace(cell, ranks=RANKS) for cell in chosen() if cell.stage != "grpo"]
+    """Cells of two ranks in which each value occurs that two ranks may have; none of rollouts, which have one rank."""
+    rows = [replace(cell, ranks=RANKS) for cell in chosen() if cell.stage not in ROLLOUTS]
     rows = [cell for cell in rows if not refusals(cell)]
     missing, found = {value for cell in rows for value in cell.values}, list[Cell]()
     while missing:
