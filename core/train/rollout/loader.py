@@ -160,7 +160,8 @@ class RolloutLoader:
             {"sampler": np.asarray([p for answer in answers for p in answer.logprobs], dtype=np.float32)},
         )
         if isinstance(stage, PPOStage):
-            rollout.token_values["old"], rollout.token_values["value"] = self._of_tokens(rollout, self._with_values)
+            old, value = self._of_tokens(rollout, self._with_values, count=2)
+            rollout.token_values |= {"old": old, "value": value}
         elif stage.num_iterations > 1 or (stage.beta and isinstance(stage, RLOO)):
             (rollout.token_values["old"],) = self._of_tokens(rollout, self._logprobs)
         if stage.beta:
@@ -176,18 +177,19 @@ class RolloutLoader:
         rollout: Rollout,
         function: Callable[[PolicyModel, Batch], tuple[Tensor, ...]],
         start: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        count: int = 1,
     ) -> list[npt.NDArray[np.float32]]:
-        """What a function finds of each token of all answers that are trained on, end to end, by the kernels and
-        batches of training; 0 of the others. `start` makes a context in which the model is the reference."""
+        """The `count` values that a function finds of each token of all answers that are trained on, end to end, by
+        the kernels and batches of training; 0 of the others. `start` makes a context in which the model is the
+        reference."""
         lengths = [len(answer) for answer in rollout.answers]
         ends = np.cumsum(lengths)
-        found: list[npt.NDArray[np.float32]] = []
+        found: list[npt.NDArray[np.float32]] = [np.zeros(int(ends[-1]), dtype=np.float32) for _ in range(count)]
         dataset = rollout.dataset()
         with start():
             for rows in self._cut(rollout, self.batch_size):
                 self.run.check_stop()
                 values = self.answerer.ready.evaluate(dataset.collate(rows, self.pad_token_id), function)
-                found = found or [np.zeros(int(ends[-1]), dtype=np.float32) for _ in values]
                 for into, numbers in zip(found, values, strict=True):
                     parts = torch.split(numbers.cpu(), [lengths[row] for row in rows])
                     for row, part in zip(rows, parts, strict=True):
