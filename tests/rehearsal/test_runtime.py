@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from core.spec.axes.method import LoRA
 from core.spec.axes.runtime import Resources
 from core.spec.axes.training import Training
 from core.train.base.rng import capture_rng, restore_rng
+from core.train.export.formats.lm_eval import place_of_score
 from core.train.memory.transfer.pinned import page_lock, unlock, whole_pages
 from core.train.memory.transfer.transfer import StagedTransfer, Transfer
+from core.train.model.load import load_model, saved_dtype
 from core.train.model.placement import DeviceMissing, place
 from tests.rehearsal import branches, numbers
 from tests.rehearsal.environment import variables
@@ -212,6 +216,14 @@ def test_each_rank_is_placed_on_its_device() -> None:
     finally:
         torch.cuda.set_device(0)
         torch.use_deterministic_algorithms(False)
+
+
+def test_lm_eval_scores_on_a_gpu_with_room(tiny_dir: Path) -> None:
+    """Beside the trained model, in the dtype of its files. On a CPU: tests/service/test_serving.py."""
+    model = load_model(tiny_dir, saved_dtype(tiny_dir))
+    model.to("cuda:0")
+    subject: Any = SimpleNamespace(model=model, device=torch.device("cuda", 0), model_dir=tiny_dir)
+    assert place_of_score(subject) == ("cuda:0", str(saved_dtype(tiny_dir)).removeprefix("torch."))
 
 
 def test_the_spare_heeds_the_number_that_comes_with_its_order() -> None:

@@ -29,7 +29,7 @@ def write_lm_eval(item: LMEval, subject: Subject, folder: Path) -> dict[str, Any
     if tools is None:
         raise Withheld("lm-eval is not on this machine, although the model was prepared; submit the job again")
     whole = isinstance(subject.method, Full)
-    device, dtype = _place(subject)
+    device, dtype = place_of_score(subject)
     order = {
         "task": item.task,
         "num_fewshot": item.num_fewshot,
@@ -61,7 +61,7 @@ def write_lm_eval(item: LMEval, subject: Subject, folder: Path) -> dict[str, Any
     return found
 
 
-def _place(subject: Subject) -> tuple[str, str]:
+def place_of_score(subject: Subject) -> tuple[str, str]:
     """The device and dtype that the harness computes in: those of the model's files on a GPU with room beside the
     trained model, float32 on a CPU."""
     saved = saved_dtype(subject.model_dir)
