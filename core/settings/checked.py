@@ -71,6 +71,11 @@ class Settings(SettingFields):
             expanded_path(value)
         return value
 
+    @field_validator("tracking_dir", "lm_eval_tasks")
+    @classmethod
+    def _expanded(cls, value: Path | None) -> Path | None:
+        return None if value is None else expanded_path(value)
+
     @field_validator("database_url")
     @classmethod
     def _database(cls, value: str) -> str:

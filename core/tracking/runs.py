@@ -52,7 +52,8 @@ class TensorBoardRun:
     def __init__(self, told: Told) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._folder = told.folder / told.group / f"{told.name} {told.job}"
+        run = told.job if told.name == told.job else f"{told.name} {told.job}"
+        self._folder = told.folder / told.group / run
         self._folder.mkdir(parents=True, exist_ok=True)
         self._had = self._read()
         self._writer = EventFileWriter(str(self._folder))

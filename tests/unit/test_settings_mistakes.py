@@ -28,7 +28,7 @@ BAD: dict[str, tuple[str, ...]] = {
 """By kind of setting."""
 KINDS: dict[str, str] = {
     **dict.fromkeys(("database_url", "broker_url", "public_url", "s3_endpoint"), "url"),
-    **dict.fromkeys(("data", "work", "log_file", "model_roots", "data_roots"), "path"),
+    **dict.fromkeys(("data", "work", "log_file", "model_roots", "data_roots", "tracking_dir", "lm_eval_tasks"), "path"),
     **dict.fromkeys(("host", "node"), "name"),
     "gpus": "int",
     "webhook_retry_seconds": "float",
