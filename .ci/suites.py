@@ -59,7 +59,7 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
         ],
         ["-n", "2", *LONGEST_FIRST],
     ),
-    "rest": (5.5, ["db", "unit"], ["-n", "3", *LONGEST_FIRST]),
+    "rest": (6.5, ["db", "unit"], ["-n", "3", *LONGEST_FIRST]),
     # Its plugin starts pytest again over torch's CUDA build. Tests of a group share what is computed on the CPU.
     "rehearsal": (5, ["rehearsal"], ["-p", "tests.rehearsal.environment", "-n", "2", "--dist", "loadgroup"]),
 }
