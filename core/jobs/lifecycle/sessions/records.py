@@ -109,7 +109,7 @@ def matching(
 def statuses(words: Sequence[str]) -> list[Status]:
     """The states that these words name. Raises SpecError."""
     known = dict(zip(STATUSES, (status for status in Status if status is not Status.SUCCEEDED), strict=True))
-    if odd := next((word for word in words if word not in known), None):
+    if (odd := next((word for word in words if word not in known), None)) is not None:
         shown = ", ".join(STATUSES)
         raise SpecError(
             f"`{odd[:30]}` is no state of a session; there are {shown}", field="status", code="invalid_value"
