@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from core import HOME
@@ -46,26 +46,23 @@ def spawn(
     """`python -m module argument` with exactly this environment, in a session of its own, its stdin held by us. The
     child inherits `stream`, whose number is its second argument."""
     streams = [] if stream is None else [stream.fileno()]
-    return subprocess.Popen(
-        [sys.executable, "-m", module, argument, *map(str, streams)],
-        pass_fds=streams,
-        stdin=subprocess.PIPE,
-        stdout=stdout,
-        stderr=stderr,
-        cwd=HOME,
-        env=dict(environment),
-        start_new_session=True,
-        bufsize=0,
-    )
+    return _start(["-m", module, argument, *map(str, streams)], environment, stdout, stderr, streams)
 
 
 def spawn_program(program: Path, argument: str, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
     """`python -P program argument`, for a program over libraries of its own; otherwise as `spawn`."""
+    return _start(["-P", str(program), argument], environment, output, output)
+
+
+def _start(
+    arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, inherited: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", str(program), argument],
+        [sys.executable, *arguments],
+        pass_fds=inherited,
         stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
+        stdout=stdout,
+        stderr=stderr,
         cwd=HOME,
         env=dict(environment),
         start_new_session=True,

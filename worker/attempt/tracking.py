@@ -10,6 +10,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ LEAVES = 15.0
 """Seconds after its grace in which a tracker's process has to be gone."""
 WORDS = 1 << 12
 """Bytes of a tracker's log in which it says why it ended."""
-ENDS = {Status.SUCCEEDED: "succeeded", Status.FAILED: "failed", Status.CANCELLED: "cancelled"}
+ENDS: Mapping[Status | None, str] = {
+    Status.SUCCEEDED: "succeeded",
+    Status.FAILED: "failed",
+    Status.CANCELLED: "cancelled",
+}
 
 
 class Trackers:
@@ -73,7 +78,7 @@ class Trackers:
         rest, in which nobody waits for them."""
         for name, process in self._running.items():
             assert process.stdin is not None
-            word = "open" if status is None else ENDS.get(status, "open")
+            word = ENDS.get(status, "open")
             with contextlib.suppress(OSError):  # it has ended by itself; its log has why
                 process.stdin.write(f"{word}\n".encode())
             threading.Thread(target=self._bury, args=(name, process), name="eft-tracker", daemon=True).start()

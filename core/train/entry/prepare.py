@@ -409,18 +409,14 @@ def main(arguments: list[str]) -> int:
             prepare = prepare_model if order.weights else prepare_tokenizer
             prepared = prepare(order.model, models_dir, roots, order.offline, progress)
         cache = ModelCache(Path(order.models_dir))
-        if order.exports and order.cache_dir is not None:
+        if order.cache_dir is not None and (order.exports or order.tools):
+            cache_dir, task_folder = Path(order.cache_dir), order.lm_eval_tasks and Path(order.lm_eval_tasks)
             progress("installing", 0, None)
             prepare_exports(
-                order.exports,
-                prepared.model_dir,
-                Path(order.cache_dir),
-                offline=order.offline,
-                task_folder=None if order.lm_eval_tasks is None else Path(order.lm_eval_tasks),
+                order.exports, prepared.model_dir, cache_dir, offline=order.offline, task_folder=task_folder or None
             )
-        for tools in order.tools if order.cache_dir is not None else ():
-            progress("installing", 0, None)
-            install(tools, Path(order.cache_dir or ""), offline=order.offline, field="tracking")
+            for tools in order.tools:
+                install(tools, cache_dir, offline=order.offline, field="tracking")
         datasets = []
         for one in order.datasets:
             paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)

@@ -31,8 +31,8 @@ def manager(name: str, folder: str | None) -> Any:
     return TaskManager(include_path=folder, include_defaults=True)
 
 
-def load(tasks: Any, name: str) -> Any:
-    """The task with its data. SystemExit with what is the matter."""
+def check(tasks: Any, name: str) -> None:
+    """Load the task with its data. SystemExit with what is the matter."""
     if name not in tasks.all_subtasks:
         if name in tasks.all_groups or name in tasks.all_tags:
             sys.exit(f"`{name}` is a group of tasks of lm-eval; name one of its tasks")
@@ -40,7 +40,7 @@ def load(tasks: Any, name: str) -> Any:
         meant = f"; did you mean {' or '.join(f'`{one}`' for one in close)}?" if close else ""
         sys.exit(f"lm-eval has no task `{name}` on this machine{meant}")
     try:
-        return tasks.load([name])
+        tasks.load([name])
     except Exception as error:  # whatever its loader meets: the hub, a file, a line of YAML
         said = " ".join(str(error).split())[:300]
         sys.exit(f"the data of `{name}` could not be loaded ({type(error).__name__}: {said})")
@@ -52,8 +52,6 @@ def score(order: dict[str, Any]) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
 
     name = order["task"]
-    tasks = manager(name, order["folder"])
-    load(tasks, name)
     model = HFLM(
         order["model"],
         peft=order["adapter"],
@@ -68,7 +66,7 @@ def score(order: dict[str, Any]) -> dict[str, Any]:
         num_fewshot=order["num_fewshot"],
         limit=order["limit"],
         apply_chat_template=order["apply_chat_template"],
-        task_manager=tasks,
+        task_manager=manager(name, order["folder"]),
     )
     if found is None:
         sys.exit("lm-eval has scored nothing")  # a rank that is not the first
@@ -88,7 +86,7 @@ def main() -> None:
         case ["check", name, folder, network]:
             if network == "offline":
                 os.environ.update(OFFLINE)
-            load(manager(name, None if folder == "-" else folder), name)
+            check(manager(name, None if folder == "-" else folder), name)
         case ["score", order, result]:
             os.environ.update(OFFLINE)
             found = score(json.loads(Path(order).read_text(encoding="utf-8")))
