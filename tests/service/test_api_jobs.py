@@ -102,7 +102,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"methd": "lora"}, "invalid_spec", "methd", "did you mean `method`?"),
     ({"method": {"type": "lora", "rank": 8}}, "invalid_spec", "method.rank", "`r`"),
     ({"method": {"type": "lora", "r": 0}}, "invalid_spec", "method.r", "greater than or equal to 1"),
-    ({"stage": "dppo"}, "invalid_spec", "stage.type", "dpo"),
+    ({"stage": "dpoo"}, "invalid_spec", "stage.type", "did you mean `dpo`"),
     ({"stage": "dpo"}, "rows_of_another_stage", "data.train", "preference"),
     ({"optimizer": "adam"}, "invalid_spec", "optimizer.type", "did you mean `adamw`?"),
     ({"quantization": "int4"}, "invalid_spec", "quantization.type", "nf4"),

@@ -94,7 +94,7 @@ def test_a_server_that_is_killed_and_comes_back(start_api: Any, tmp_path: Path, 
         screen.resize(50, 12)
         narrow = wait_for(
             lambda: [f for f in screen.frames(mark) if len(f) == 12 and all(len(line) <= 50 for line in f)],
-            120, "frames of the new size", lambda: screen.text[-2000:],
+            120, "frames of the new size", screen.shown,
         )[-1]  # fmt: skip
         assert "voice intents" in "\n".join(narrow)
 
@@ -161,7 +161,7 @@ def test_keys_select_open_pause_and_cancel(api: Any, terminals: list[Terminal]) 
     assert any(line.startswith("› at work") for line in press("\x1b[B", "›"))
     screen.press("j")
     marked = r"(?m)^› +\S+ waits "
-    wait_for(lambda: re.search(marked, "\n".join(screen.frames()[-1])), 120, "the mark", lambda: screen.text[-3000:])
+    wait_for(lambda: re.search(marked, "\n".join(screen.frames()[-1])), 120, "the mark", screen.shown)
     press("c", "cancel waits? y")
     press("n", "c cancel")
     assert api.http.get(f"/jobs/{waiting}").json()["status"] == "queued"

@@ -71,7 +71,12 @@ class Terminal:
         def look() -> list[str] | None:
             return next((frame for frame in self.frames(since) if words in "\n".join(frame)), None)
 
-        return wait_for(look, timeout, f"{words!r} on the screen", lambda: self.text[-3000:])
+        return wait_for(look, timeout, f"{words!r} on the screen", self.shown)
+
+    def shown(self) -> str:
+        """The last whole frame without its blank lines, and how the program ended if it did: for a test's failure."""
+        lines = [line.rstrip() for line in (self.frames() or [self.text[-3000:].split("\n")])[-1]]
+        return "\n".join([*(line for line in lines if line), f"exit status {self.process.poll()}"])
 
     def press(self, keys: str) -> None:
         os.write(self._near, keys.encode())
