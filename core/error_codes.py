@@ -376,6 +376,11 @@ FAILURES: dict[str, Code] = {
         "A reward raised an error, took too long, or returned no finite number for some answers.",
         "The message names the rows and the error; mend the reward, or set `stage.reward_error` to `zero` or `skip`.",
     ),
+    "answers_not_scored": (
+        "A reward is 0 for answers that it could not judge in its time and memory.",
+        "The notice names the rows; where many are concerned, raise `seconds` of the reward. `rollouts.jsonl` has the "
+        "reason of each as `unscored`.",
+    ),
     "metric_failed": (
         "A Python metric of `evaluation.generation` raised an error, took too long, or returned no finite number.",
         "The message names the row and the error; mend the function, or remove the metric.",

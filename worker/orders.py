@@ -19,6 +19,8 @@ from core.plan.models.shape import Shape
 from core.settings import Settings
 from core.spec.axes.data import FileSource, HubDataset, PathSource, singles
 from core.spec.axes.method import Full
+from core.spec.axes.rollout.reward import MathReward
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
@@ -34,6 +36,7 @@ from core.spec.run.orders import (
 )
 from core.spec.settled import method_of
 from core.storage.layout import Layout
+from core.tools import ToolSet
 
 log = logging.getLogger("eft.worker")
 
@@ -70,13 +73,20 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         datasets=[DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset)],
         weights=claim.slot.kind != "preview",
         exports=spec.export if claim.slot.kind != "preview" else [],
-        tools=[one.type for one in spec.tracking] if claim.slot.kind != "preview" else [],
+        tools=_tools(spec) if claim.slot.kind != "preview" else [],
         cache_dir=str(layout.cache),
         lm_eval_tasks=None if settings.lm_eval_tasks is None else str(settings.lm_eval_tasks.absolute()),
         memory_limit=_prepare_limit(settings),
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
     )
+
+
+def _tools(spec: JobSpec) -> list[ToolSet]:
+    """Sets of libraries that the job's training needs."""
+    rewards = spec.stage.reward if isinstance(spec.stage, RolloutStage) else []
+    maths: list[ToolSet] = ["math"] if any(isinstance(one, MathReward) for one in rewards) else []
+    return [*maths, *(one.type for one in spec.tracking)]
 
 
 def run_order(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import math
 import os
@@ -54,9 +53,8 @@ def main() -> None:
         os.waitpid(pid, 0)
         return
     try:
-        walls.enclose(user, limits["files_bytes"])
-        for name in limits["preload"]:
-            importlib.import_module(name)
+        walls.enclose(user, limits["files_bytes"], limits["folders"])
+        exec(compile(limits["prelude"], "<prelude>", "exec"), {"__name__": "prelude"})  # noqa: S102 - ours
     except (walls.Wall, ImportError) as wall:
         send(control, {"refused": str(wall)})
         os._exit(1)
@@ -158,7 +156,7 @@ def _become(request: dict[str, Any], ends: Mapping[int, int], folder: Path, limi
         os.chdir(folder)
         os.environ.update(HOME=str(folder), TMPDIR=str(folder))
         _limit(limits, request["seconds"])
-        kernel.landlock([*walls.readable()], [str(folder)], list(walls.DEVICES))
+        kernel.landlock([*walls.readable(), *limits["folders"]], [str(folder)], list(walls.DEVICES))
         kernel.filter_system_calls()
         program.write(program.answer(request), RESULT)
         code = 0

@@ -49,8 +49,10 @@ class ProgramLimits:
     output_bytes: int = 64 << 10
     """Text kept of each of its two outputs."""
     threads: int = 32
-    preload: tuple[str, ...] = ()
-    """Modules that are imported once, and that every program finds imported."""
+    folders: tuple[str, ...] = ()
+    """Folders of further packages, which programs can read."""
+    prelude: str = ""
+    """Source of ours that is run once; every program finds the modules that it imported."""
 
 
 @dataclass(frozen=True, slots=True)

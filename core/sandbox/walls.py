@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,10 +86,11 @@ def _nobodys() -> int:
     raise Wall("root of this container has no second user to become; map at least 65,520 users into it")
 
 
-def enclose(user: Nobody, files_bytes: int) -> None:
-    """Give this process, the first of its namespace, files of its own; then take from it all it has."""
+def enclose(user: Nobody, files_bytes: int, folders: Sequence[str] = ()) -> None:
+    """Give this process, the first of its namespace, files of its own; then take from it all it has. `folders`: those
+    of packages that it sees beside those of Python."""
     try:
-        _furnish(user, files_bytes)
+        _furnish(user, files_bytes, folders)
     except OSError as error:
         raise Wall(f"its file system cannot be made: {error}") from error
     if user.root:
@@ -98,7 +100,7 @@ def enclose(user: Nobody, files_bytes: int) -> None:
         os.setresuid(user.uid, user.uid, user.uid)
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    sys.path[:] = [path for path in sys.path if path and path.startswith("/") and Path(path).exists()]
+    sys.path[:] = [path for path in (*sys.path, *folders) if path and path.startswith("/") and Path(path).exists()]
 
 
 def _drop_bounding() -> None:
@@ -112,8 +114,8 @@ def _drop_bounding() -> None:
             raise
 
 
-def _furnish(user: Nobody, files_bytes: int) -> None:
-    shown = readable()
+def _furnish(user: Nobody, files_bytes: int, folders: Sequence[str]) -> None:
+    shown = [*readable(), *folders]
     links = [(path, str(Path(path).readlink())) for path in ("/lib", "/lib64") if Path(path).is_symlink()]
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     quiet = kernel.MS_NOSUID | kernel.MS_NODEV

@@ -21,6 +21,11 @@ def lm_eval_tools() -> Tools:
     return install("lm_eval", CACHE, offline=False, field="export")
 
 
+def math_tools() -> Tools:
+    """Install math-verify, or answer what is there."""
+    return install("math", CACHE, offline=False, field="stage.reward")
+
+
 def gguf_tools() -> Tools:
     """Install what writes, quantises and reads GGUF files, or answer what is there."""
     install("quants", CACHE, offline=False, field="export")
@@ -28,4 +33,4 @@ def gguf_tools() -> Tools:
 
 
 if __name__ == "__main__":
-    print(gguf_tools().folder, compressed_tools().folder, lm_eval_tools().folder)
+    print(gguf_tools().folder, compressed_tools().folder, lm_eval_tools().folder, math_tools().folder)

@@ -35,6 +35,7 @@ _ANSWER: dict[str, Any] = {
     "finished": True,
     "rewards": {"number": 1.0, "alone": 1.0},
     "reward": 1.2,
+    "unscored": {},
     "advantage": 0.87,
 }
 
@@ -56,6 +57,8 @@ class RolloutAnswer(AttributeDocsModel):
     """Rewards by name, before their weights."""
     reward: float
     """Weighted sum of the rewards."""
+    unscored: dict[str, str]
+    """Why there is no reward but 0, by name of the reward: it could not be computed, or not in its time."""
     advantage: float
     """How much better the answer is than the others to its prompt, as the stage counts it."""
 
@@ -112,6 +115,7 @@ def job_rollouts(
         except (ObjectChanged, FileNotFoundError) as error:
             raise Gone("the rollout on the data root is not the file that the trainer wrote") from error
     answers = [] if page is None else page.answers
+    filled = [{"unscored": {}} | one for one in answers]  # older files do not have it
     told = None if newest is None else newest * each + 1
     if page is None and step is not None:
         shown = "there are none" if newest is None else f"there are of steps 1 to {(newest + 1) * each}"
@@ -124,7 +128,7 @@ def job_rollouts(
             "newest": told,
             "step": first,
             "sampler_mismatch_kl": mismatch,
-            "data": [{name: one[name] for name in RolloutAnswer.model_fields} for one in answers],
+            "data": [{name: one[name] for name in RolloutAnswer.model_fields} for one in filled],
             "next": offset + len(answers) if page is not None and page.more else None,
         }
     )

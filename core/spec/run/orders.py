@@ -184,7 +184,7 @@ class PrepareOrder(SpecModel):
     exports: list[Export] = Field(default=[])
     """Formats of the job: the libraries that write them are installed below `cache_dir`."""
     tools: list[ToolSet] = Field(default=[])
-    """Libraries beside those of the formats that are installed below `cache_dir`: those of the job's trackers."""
+    """Libraries beside those of the formats that are installed below `cache_dir`: of trackers and rewards."""
     cache_dir: str | None = None
     lm_eval_tasks: str | None = None
     """See RunOrder."""

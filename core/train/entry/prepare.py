@@ -416,7 +416,8 @@ def main(arguments: list[str]) -> int:
                 order.exports, prepared.model_dir, cache_dir, offline=order.offline, task_folder=task_folder or None
             )
             for tools in order.tools:
-                install(tools, cache_dir, offline=order.offline, field="tracking")
+                place = "stage.reward" if tools == "math" else "tracking"
+                install(tools, cache_dir, offline=order.offline, field=place)
         datasets = []
         for one in order.datasets:
             paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)

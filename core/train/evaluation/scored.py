@@ -93,7 +93,7 @@ class AnswerScorer:
         function = PythonReward(source=metric.source, function=metric.function, seconds=metric.seconds)
         values: list[Value] = values_of(function, texts, asked, self._sandbox)
         for one, value in zip(scored, values, strict=True):
-            if isinstance(value, str):
+            if not isinstance(value, float):
                 raise DataError(
                     f"the metric `{name}` gave no number for the answer to the held-out row in line {one['line']}: "
                     f"{value}",

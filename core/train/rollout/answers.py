@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from core.errors import DataError
-from core.sandbox.sandbox import ProgramSandbox
 from core.spec.axes.rollout.reward import ProgramReward, names_of
 from core.spec.axes.rollout.stages import RolloutStage
 from core.train.engine import Engine
 from core.train.evaluation.held_out import describe_batches
 from core.train.evaluation.samples import stop_tokens
 from core.train.generation.sampling import Completion, Key, SamplingParams
-from core.train.rollout.programs import AnsweredPrompt, Value, values_of
-from core.train.rollout.rewards import name_rows, reward_of
+from core.train.rollout.programs import AnsweredPrompt, AnswerFault, Value, open_sandbox, refuse_unreadable, values_of
+from core.train.rollout.rewards import Columns, name_rows, reward_of
 from core.train.run import Run
 
 
@@ -29,26 +28,32 @@ class Judged:
     """Rewards of each answer by their name, before their weights."""
     total: list[float]
     """Weighted sums."""
+    unscored: dict[int, dict[str, str]]
+    """Why an answer has no reward but 0, by its place and the reward's name."""
 
 
 class Answerer:
     """Samples answers and rewards them. `engine` is set once it is built."""
 
     def __init__(self, run: Run, stage: RolloutStage, tokenizer: Any) -> None:
-        """NoSandbox where a reward is code of users and this machine cannot run it."""
+        """NoSandbox where a reward needs the sandbox and this machine has none; ToolsMissing."""
         self.run, self.stage, self.tokenizer = run, stage, tokenizer
         self.engine: Engine | None = None
         self.slots = stage.slots
         """Answers in the making at the same time; fewer once the device had no memory for them."""
         self._told: set[str] = set()
-        programs = any(isinstance(reward, ProgramReward) for reward in stage.reward)
-        self.sandbox = ProgramSandbox() if programs else None
+        self.sandbox = open_sandbox(stage.reward, run.cache_dir)
         """Where code of users runs. It ends with this process."""
 
     @property
     def ready(self) -> Engine:
         assert self.engine is not None, "there is no engine yet"
         return self.engine
+
+    def refuse_unreadable(self, lines: Sequence[int], columns: Sequence[Columns]) -> None:
+        """DataError where a reward cannot read what is expected of an answer. StopRequested."""
+        rows = list(zip(lines, columns, strict=True))
+        refuse_unreadable(self.stage.reward, rows, self.sandbox, self.run.check_stop)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[Key]], temperature: float
@@ -92,6 +97,7 @@ class Answerer:
         texts = [self.text(answer.tokens) for answer in answers]
         found: dict[str, list[float]] = {}
         skipped: set[int] = set()
+        unscored: dict[int, dict[str, str]] = {}
         for name, reward in zip(names_of(rewards), rewards, strict=True):
             self.run.check_stop()
             values: list[Value]
@@ -106,25 +112,25 @@ class Answerer:
             failed = {at: value for at, value in enumerate(values) if isinstance(value, str)}
             if failed:
                 self._failed(name, failed, asked)
+            faulty = {at: value.why for at, value in enumerate(values) if isinstance(value, AnswerFault)}
+            if faulty and self.untold("answers_not_scored"):
+                self.run.notice("answers_not_scored", f"{_told(name, faulty, asked)}; they get 0")
+            for at, why in (failed | faulty).items():
+                unscored.setdefault(at, {})[name] = why
             if self.stage.reward_error == "skip":
                 skipped |= {asked[at].line for at in failed}
-            found[name] = [0.0 if isinstance(value, str) else value for value in values]
+            found[name] = [value if isinstance(value, float) else 0.0 for value in values]
         total = [
             sum(reward.weight * found[name][at] for name, reward in zip(found, rewards, strict=True))
             if one.line not in skipped
             else 0.0
             for at, one in enumerate(asked)
         ]
-        return Judged(found, total)
+        return Judged(found, total, unscored)
 
     def _failed(self, name: str, failed: Mapping[int, str], asked: Sequence[AnsweredPrompt]) -> None:
         """Say of which rows a reward could not be computed, or fail."""
-        lines = sorted({asked[at].line for at in failed})
-        first = next(iter(failed))
-        said = (
-            f"the reward `{name}` could not be computed for {len(failed)} of {len(asked)} answers, to "
-            f"{name_rows(lines)}; to row {asked[first].line}: {failed[first]}"
-        )
+        said = _told(name, failed, asked)
         if self.stage.reward_error == "fail":
             raise DataError(
                 f"{said}\nMend it, or set `stage.reward_error` to `zero` or `skip`",
@@ -142,3 +148,13 @@ class Answerer:
         untold = code not in self._told
         self._told.add(code)
         return untold
+
+
+def _told(name: str, whys: Mapping[int, str], asked: Sequence[AnsweredPrompt]) -> str:
+    """Which answers a reward could not be computed for, and why the first of them."""
+    lines = sorted({asked[at].line for at in whys})
+    first = next(iter(whys))
+    return (
+        f"the reward `{name}` could not be computed for {len(whys)} of {len(asked)} answers, to {name_rows(lines)}; to "
+        f"row {asked[first].line}: {whys[first]}"
+    )

@@ -112,6 +112,7 @@ def build_reward_evaluator(run: Run, answerer: Answerer, data: RunData) -> Rewar
         return None
     if data.eval is None or data.eval_columns is None:
         raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
+    answerer.refuse_unreadable(data.eval.lines.tolist(), data.eval_columns)
     wanted, rows = spec.samples, frozenset[int]()
     if isinstance(wanted, Generated):
         rows = frozenset(spread(wanted.rows, len(data.eval)))

@@ -8,7 +8,7 @@ since later steps change the weights it was made with.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ class RolloutLoader:
         self.run, self.stage, self.prompts, self.columns = run, stage, prompts, columns
         self.pad_token_id = pad_token_id
         self.answerer = Answerer(run, stage, tokenizer)
+        self.answerer.refuse_unreadable(prompts.lines.tolist(), columns)
         self.batch_size = self._saved_batch_size = run.spec.training.per_device_train_batch_size
         self.order = build_order(run.spec, prompts.lengths)
         self._rollout: Rollout | None = None
@@ -168,7 +169,7 @@ class RolloutLoader:
             model: Any = self.answerer.ready.model
             (rollout.token_values["reference"],) = self._of_tokens(rollout, self._logprobs, model.disable_adapter)
         rollout.advantages = advantages(rollout, stage)
-        self._keep(rollout)
+        self._keep(rollout, judged.unscored)
         self._tell(rollout)
         return rollout
 
@@ -204,8 +205,8 @@ class RolloutLoader:
 
     # --- what people see of it ------------------------------------------------------------------------
 
-    def _keep(self, rollout: Rollout) -> None:
-        """Write the answers for people, a file a rollout, whole or not at all."""
+    def _keep(self, rollout: Rollout, unscored: Mapping[int, dict[str, str]]) -> None:
+        """Write the answers for people, a file a rollout, whole or not at all. `unscored`: see Judged."""
         folder = self.run.folder / ROLLOUTS
         folder.mkdir(exist_ok=True)
         path = folder / rollout_file(rollout.number)
@@ -224,6 +225,7 @@ class RolloutLoader:
                     "finished": rollout.finished[at],
                     "rewards": {name: values[at] for name, values in rollout.rewards.items()},
                     "reward": rollout.total[at],
+                    "unscored": unscored.get(at, {}),
                     "advantage": rollout.advantages[at],
                 }
             )

@@ -1,17 +1,32 @@
-"""Rewards that are programs: each runs in the job's sandbox. A value is a number, or says why there is none."""
+"""Rewards that are computed in the job's sandbox. A value is a number, or says why there is none."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, assert_never
 
-from core.sandbox.sandbox import ProgramSandbox
-from core.spec.axes.rollout.reward import CodeReward, ProgramReward, PythonReward
-from core.train.rollout.rewards import Columns, fenced, tests_of
+from core.errors import DataError
+from core.sandbox.sandbox import ProgramLimits, ProgramSandbox
+from core.spec.axes.rollout.reward import CodeReward, MathReward, ProgramReward, PythonReward, RewardArm
+from core.train.rollout.rewards import Columns, extracted, fenced, name_rows, tests_of
+from core.train.tools.install import ToolsMissing, find
 
-Value = float | str
+MATH = (Path(__file__).parent / "math_program.py").read_text(encoding="utf-8")
+READ_AT_ONCE = 64
+"""Expected answers that one program reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFault:
+    """The reward is 0 because of the answer, not for what it says: it took too long, say."""
+
+    why: str
+
+
+Value = float | str | AnswerFault
 """A reward, or why it cannot be computed."""
 
 
@@ -32,7 +47,7 @@ def values_of(
     sandbox: ProgramSandbox,
     between: Callable[[], None] = lambda: None,
 ) -> list[Value]:
-    """Compute a reward of each answer. `between` is called before each answer of the reward `code`. NoSandbox."""
+    """Compute a reward of each answer. `between` is called before each answer of `code` and `math`. NoSandbox."""
     match reward:
         case PythonReward():
             return _called(reward, answers, asked, sandbox)
@@ -42,6 +57,12 @@ def values_of(
                 between()
                 found.append(_tested(reward, answer, one, sandbox))
             return found
+        case MathReward():
+            compared: list[Value] = []
+            for answer, one in zip(answers, asked, strict=True):
+                between()
+                compared.append(_compared(reward, answer, one, sandbox))
+            return compared
         case _ as never:
             assert_never(never)
 
@@ -95,6 +116,72 @@ def _tested(reward: CodeReward, answer: str, asked: AnsweredPrompt, sandbox: Pro
         if reward.all and not right:
             return 0.0
     return passed / len(tests)
+
+
+def _compared(reward: MathReward, answer: str, asked: AnsweredPrompt, sandbox: ProgramSandbox) -> float | AnswerFault:
+    """Whether an answer is what is expected, which `refuse_unreadable` has seen."""
+    found = extracted(reward.extract, answer)
+    if found is None:
+        return 0.0
+    arguments = {"answer": found, "expected": _expected(reward, asked.columns), "alone": reward.extract is not None}
+    outcome = sandbox.run_function(MATH, "verify", arguments, seconds=reward.seconds)
+    return AnswerFault(outcome.error.splitlines()[0]) if outcome.error is not None else float(outcome.value)
+
+
+def _expected(reward: MathReward, columns: Columns) -> str:
+    return str(columns[reward.column])
+
+
+def open_sandbox(rewards: Sequence[RewardArm], cache_dir: Path | None) -> ProgramSandbox | None:
+    """The sandbox for these rewards; None where none of them needs one. NoSandbox, ToolsMissing."""
+    if any(isinstance(reward, MathReward) for reward in rewards):
+        tools = find("math", cache_dir)
+        if tools is None:
+            raise ToolsMissing(
+                "math-verify is not on this machine; a service installs it while it prepares the job's model. Submit "
+                "the job again, or for a run by hand name the `cache_dir` of a data root that has it",
+                field="stage.reward",
+            )
+        return ProgramSandbox(ProgramLimits(folders=(str(tools.folder.resolve()),), prelude=f"{MATH}\n\nwarm()\n"))
+    return ProgramSandbox() if any(isinstance(reward, ProgramReward) for reward in rewards) else None
+
+
+def refuse_unreadable(
+    rewards: Sequence[RewardArm],
+    rows: Sequence[tuple[int, Columns]],
+    sandbox: ProgramSandbox | None,
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    """DataError that names the rows (line, columns) whose expected answer the reward `math` cannot read in its time.
+    `between` is called now and then."""
+    for reward in rewards:
+        if not isinstance(reward, MathReward) or sandbox is None:
+            continue
+        texts = sorted({_expected(reward, columns) for _, columns in rows})
+        unreadable: set[str] = set()
+        for first in range(0, len(texts), READ_AT_ONCE):
+            between()
+            unreadable |= _unreadable(texts[first : first + READ_AT_ONCE], reward.seconds, sandbox)
+        odd = [line for line, columns in rows if _expected(reward, columns) in unreadable]
+        if odd:
+            shown = next(_expected(reward, columns) for line, columns in rows if line == odd[0])
+            raise DataError(
+                f"the reward `math` reads the column `{reward.column}`, which is no mathematics that can be read in "
+                f"{name_rows(odd)} (there {shown[:100]!r}); write it as LaTeX, words as \\text{{…}}, or in a text "
+                "as \\boxed{…}, or use the reward `exact`",
+                field="stage.reward",
+                code="no_reward_column",
+            )
+
+
+def _unreadable(texts: Sequence[str], seconds: float, sandbox: ProgramSandbox) -> set[str]:
+    outcome = sandbox.run_function(MATH, "readable", {"expected": list(texts)}, seconds=seconds)
+    if outcome.error is None:
+        return {text for text, readable in zip(texts, outcome.value, strict=True) if not readable}
+    if len(texts) == 1:
+        return set(texts)
+    half = len(texts) // 2  # the one that takes too long shows when it is read alone
+    return _unreadable(texts[:half], seconds, sandbox) | _unreadable(texts[half:], seconds, sandbox)
 
 
 def _lines(text: str) -> list[str]:

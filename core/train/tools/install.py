@@ -105,6 +105,8 @@ def install(tools: ToolSet, cache_dir: Path, *, offline: bool, field: str) -> To
                     shutil.rmtree(left)
             work = Path(tempfile.mkdtemp(prefix=f".{tools}-", dir=folder.parent))
             _pip(tools, work, field)
+            for path in (work, *work.rglob("*")):  # a sandbox reads it as another user
+                path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
             work.rename(folder)
     return Tools(folder)
 

@@ -176,6 +176,22 @@ class CodeReward(RewardTerm):
     """Time of a test at most."""
 
 
+class MathReward(RewardTerm):
+    """1 where the answer is mathematically that of a column, else 0, as math-verify reads LaTeX, numbers, sets and
+    intervals: 1/2, 0.5 and \\boxed{\\frac{1}{2}} are the same. It is computed in a sandbox, since an expression may
+    take for ever (docs/security.md)."""
+
+    type: Literal["math"] = "math"
+    column: Annotated[str, Field(min_length=1, max_length=200)] = "reference"
+    """Column of the rows that holds the right answer: alone, as LaTeX or a number, or in `$…$` or `\\boxed{…}` in a
+    text."""
+    extract: Extract | None = None
+    """As in `exact`: the first group is the answer, alone. Default: the last expression of the answer, one in
+    `\\boxed{…}` before others."""
+    seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
+    """Time of an answer at most; one that takes longer gets 0, and the rollouts say so."""
+
+
 def wrong_schema(document: dict[str, Any]) -> str | None:
     """Why an object is no JSON Schema; None: it is one."""
     from jsonschema import Draft202012Validator, SchemaError  # takes longer to import than all arms together
@@ -187,8 +203,8 @@ def wrong_schema(document: dict[str, Any]) -> str | None:
     return None
 
 
-ProgramReward = PythonReward | CodeReward
-"""Rewards that run code of users or models."""
+ProgramReward = PythonReward | CodeReward | MathReward
+"""Rewards that are computed in the sandbox."""
 TextReward = ExactReward | NumberReward | RegexReward | FormatReward | LengthReward | KeywordsReward | JsonSchemaReward
 """Rewards that are functions of one answer, which we wrote."""
 RewardArm = Annotated[
@@ -200,7 +216,8 @@ RewardArm = Annotated[
     | KeywordsReward
     | JsonSchemaReward
     | PythonReward
-    | CodeReward,
+    | CodeReward
+    | MathReward,
     Field(discriminator="type"),
     short_form(by_type),
 ]
