@@ -376,6 +376,18 @@ FAILURES: dict[str, Code] = {
         "A reward raised an error, took too long, or returned no finite number for some answers.",
         "The message names the rows and the error; mend the reward, or set `stage.reward_error` to `zero` or `skip`.",
     ),
+    "reward_address_not_allowed": (
+        "The address of a reward `http` is private or loopback.",
+        "Use a public address, or let the administrator allow it with EFT_REWARD_ALLOW.",
+    ),
+    "reward_tokens_unreadable": (
+        "The file of EFT_REWARD_TOKENS cannot be read, or is no JSON object of tokens by origin.",
+        "The administrator mends the file on that machine.",
+    ),
+    "reward_not_reached": (
+        "The host of a reward `http` was not found when the training began.",
+        "It is asked all the same, with retries; check the name in `url`.",
+    ),
     "answers_not_scored": (
         "A reward is 0 for answers that it could not judge in its time and memory.",
         "The notice names the rows; where many are concerned, raise `seconds` of the reward. `rollouts.jsonl` has the "

@@ -24,7 +24,7 @@ from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
-from core.spec.run.folder import CHECKPOINTS
+from core.spec.run.folder import CHECKPOINTS, SCORES
 from core.spec.run.orders import (
     DatasetOrder,
     MemoryLimit,
@@ -141,6 +141,8 @@ def run_order(
         resume_point=resume_point(claim, layout),
         cache_dir=str(layout.cache),
         lm_eval_tasks=None if settings.lm_eval_tasks is None else str(settings.lm_eval_tasks.absolute()),
+        reward_allow=list(settings.reward_allow),
+        reward_tokens=None if settings.reward_tokens is None else str(settings.reward_tokens.absolute()),
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
         trial_prompts=TRIAL_PROMPTS if claim.kind == Kind.TRIAL else None,
@@ -271,8 +273,13 @@ def resume_point(claim: Claim, layout: Layout) -> ResumePoint | None:
 
 
 def _earlier(claim: Claim, layout: Layout) -> list[Path]:
-    """Run folders of earlier attempts, and of the jobs this one is a retry of, that hold checkpoints; newest first."""
+    """Run folders of earlier attempts, and of the jobs this one is a retry of, that hold checkpoints or scores of
+    endpoints; newest first."""
     runs = [(claim.token.job_id, claim.token.attempt - 1)]
     runs += [(one["job"], one["attempts"]) for one in reversed(claim.resume_from) if "attempts" in one]
     folders = (layout.attempt(job_id, n) for job_id, attempts in runs for n in range(attempts, 0, -1))
-    return [folder for folder in folders if (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir())]
+    return [
+        folder
+        for folder in folders
+        if any(path.is_dir() and any(path.iterdir()) for path in (folder / CHECKPOINTS, folder / SCORES))
+    ]

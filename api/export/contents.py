@@ -15,8 +15,8 @@ from sqlalchemy import Select, Table, or_, select
 from sqlalchemy.orm import Session
 
 from api.export.archive import Archive
-from api.notices.addresses import parse
 from core import __version__
+from core.base.addresses import parse
 from core.db.engine import Database, read_now
 from core.db.tables import Base, Job, Project, User
 from core.logfile import first_byte

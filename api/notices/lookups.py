@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from api.errors import BadRequest
-from api.notices.addresses import Lookup, NotAllowed, WebhookTarget, parse, resolve
+from core.base.addresses import HttpTarget, Lookup, NotAllowed, parse, resolve
 
 AT_ONCE = 2
 SECONDS = 3.0
@@ -61,7 +61,7 @@ class Lookups:
     def _look(
         self,
         project_id: str,
-        target: WebhookTarget,
+        target: HttpTarget,
         allow: Sequence[str],
         loop: asyncio.AbstractEventLoop,
         found: asyncio.Future[NotAllowed | None],

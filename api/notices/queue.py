@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import delete, func, select, text, update
 from sqlalchemy.orm import Session
 
-from api.notices.post import WebhookReply
+from core.base.post import HttpReply
 from core.db.engine import db_now, read_now
 from core.db.tables import Delivery, Webhook
 from core.jobs.policies import audit
@@ -62,7 +62,7 @@ def due(session: Session, busy: Collection[str], limit: int) -> list[Due]:
     return found
 
 
-def settle(session: Session, sent: Due, answer: WebhookReply, patience: RetrySchedule) -> None:
+def settle(session: Session, sent: Due, answer: HttpReply, patience: RetrySchedule) -> None:
     """Write down what became of an attempt, unless somebody else has by now."""
     delivery, attempts = sent.delivery, sent.delivery.attempts + 1
     hook = session.execute(

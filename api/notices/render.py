@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, assert_never
 
-from api.notices.addresses import parse
 from api.view import iso
+from core.base.addresses import parse
 from core.db.tables import Delivery
 from core.jobs.base.deliveries import PIPELINE_EVENTS, SWEEP_EVENTS, TEST
 

@@ -8,9 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from api.fields import trimmed
 from api.http.body import Body
-from api.notices.addresses import NotAllowed, parse
 from api.notices.render import Kind
 from api.view import iso, view_of
+from core.base.addresses import NotAllowed, parse
 from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Delivery, Webhook
 from core.jobs.base.deliveries import EVENTS, PIPELINE_EVENTS, SWEEP_EVENTS

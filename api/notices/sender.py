@@ -13,10 +13,10 @@ import time
 from sqlalchemy.exc import SQLAlchemyError
 
 from api.notices import queue
-from api.notices.addresses import Lookup
-from api.notices.post import post
 from api.notices.queue import DAY, Due, RetrySchedule
 from api.notices.render import message, valid
+from core.base.addresses import Lookup
+from core.base.post import post
 from core.db.engine import Database
 from core.ids import new_id
 from core.jobs.lifecycle import leader

@@ -9,9 +9,9 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Principal
-from api.notices.addresses import parse
 from api.notices.render import new_secret, valid
 from api.notices.schemas import WebhookWish
+from core.base.addresses import parse
 from core.db.engine import db_now, read_now
 from core.db.tables import Delivery, Project, Webhook
 from core.errors import Conflict, NotFound

@@ -71,7 +71,7 @@ class Settings(SettingFields):
             expanded_path(value)
         return value
 
-    @field_validator("tracking_dir", "lm_eval_tasks")
+    @field_validator("tracking_dir", "lm_eval_tasks", "reward_tokens")
     @classmethod
     def _expanded(cls, value: Path | None) -> Path | None:
         return None if value is None else expanded_path(value)
@@ -141,7 +141,7 @@ class Settings(SettingFields):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
-    @field_validator("webhook_allow")
+    @field_validator("webhook_allow", "reward_allow")
     @classmethod
     def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for part in value:
@@ -156,7 +156,7 @@ class Settings(SettingFields):
             ipaddress.ip_network(part)  # its error names what is wrong
         return value
 
-    @field_validator("node_labels", "webhook_allow", "trusted_proxies", mode="before")
+    @field_validator("node_labels", "webhook_allow", "reward_allow", "trusted_proxies", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:
         if isinstance(value, str):

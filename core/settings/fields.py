@@ -173,6 +173,13 @@ class SettingFields(BaseSettings):
     webhook_allow: NameList = ()
     """Hosts, addresses and CIDR networks (comma-separated) that are allowed as webhook targets although they are not
     public. Default: none."""
+    reward_allow: NameList = ()
+    """Hosts, addresses and CIDR networks (comma-separated) that the reward `http` of jobs is allowed to ask although
+    they are not public. Default: none."""
+    reward_tokens: Path | None = None
+    """File that only the worker's user can read, with a JSON object of tokens by origin, such as
+    `{"https://grader.lab.example": "…"}`. The reward `http` sends a token as `Authorization: Bearer` to that origin
+    alone. Default: none."""
     webhook_retry_seconds: FloatList = (5.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 50400.0, 72000.0, 86400.0)
     """Delays (comma-separated) before a failed webhook delivery is retried, in seconds; after the last it is a dead
     letter. Each has a jitter of a fifth in both directions."""

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from core.spec.run.exit_codes import EXIT_OK
-from core.spec.run.folder import REFERENCE
+from core.spec.run.folder import ORDER_FILE, REFERENCE
+from core.spec.run.orders import RunOrder
 from core.train.recipe import run
+from tests.support.grader import grader
 from tests.support.killed import killed
 from tests.support.mixtures import saved
 from tests.support.preferences import judged
@@ -25,6 +27,7 @@ PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backwar
 CONTINUED = "core.train.policy:PolicyModel.continued"
 VALUES = "core.train.policy:PolicyModel.logprobs_and_values"
 TOKEN, REWARD = "core.train.generation.generator:choose", "core.train.rollout.answers:reward_of"
+GRADED = "core.train.rollout.graders:Graders.values_of"
 ROLLOUTS = {
     "num_generations": 2, "max_completion_length": 6, "beta": 0.05, "num_iterations": 2, "temperature": 1.5,
     "reward": [{"type": "regex", "pattern": "[a-m]"}], "slots": 3,
@@ -46,6 +49,8 @@ class Case:
     """Whether the model is a mixture of experts, trained with the loss of its routers on packed lines."""
     tokens: int = 0
     """Tokens of a packed batch; a step is one such batch unless the model is a mixture. 0: rows."""
+    graded: bool = False
+    """Whether an endpoint of this process rewards the answers."""
 
 
 CASES = {
@@ -68,6 +73,12 @@ CASES = {
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
         (REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3"),
         stage=ROLLOUTS,
+    ),
+    "grpo with a grader": Case(
+        [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
+        (GRADED, f"{BACKWARD}#2", GRADED, f"{GRADED}#2"),
+        stage=ROLLOUTS | {"type": "grpo"},
+        graded=True,
     ),
     "ppo": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
@@ -98,15 +109,18 @@ def ended(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
     case = CASES[stage]
     path = write_rows(folder.parent / f"{stage}.jsonl", case.rows)
+    settings = case.stage
+    if case.graded:
+        settings = settings | {"reward": [{"type": "http", "url": grader().url, "batch_size": 3}]}
     training = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "precision": "bf16", "max_length": 64,
         "gradient_accumulation_steps": 1 if case.tokens and not case.experts else 2,
     }  # fmt: skip
-    return write_run(
+    made = write_run(
         folder,
         saved(folder.parent / "mixture", model_dir) if case.experts else model_dir,
         path,
-        stage={"type": stage, **case.stage},
+        stage={"type": stage, **settings},
         method={"type": "lora", "r": 4} | ({"target_modules": "attention"} if case.experts else {}),
         batching={"type": "packed", "tokens_per_batch": case.tokens} if case.tokens else "rows",
         optimizer={"learning_rate": 1e-2},
@@ -114,6 +128,9 @@ def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
         checkpoint={"type": "disk", "save_steps": 1},
         **axes,
     )
+    order = RunOrder.model_validate_json((made / ORDER_FILE).read_bytes())
+    (made / ORDER_FILE).write_text(order.model_copy(update={"reward_allow": ["127.0.0.1"]}).model_dump_json())
+    return made
 
 
 @pytest.mark.parametrize("stage", CASES)
@@ -127,6 +144,8 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
         assert events(folder, "phase")[-1]["phase"] == "reference" and not (folder / REFERENCE).exists()
         assert not events(folder, "metrics") and not events(folder, "checkpoint")
     assert events(attempts[-1], "resumed")[0]["step"] > 0 and events(attempts[-1], "metrics")
+    if case.graded:
+        assert set(grader().keys.values()) == {1}, "what was scored before a kill is not asked again"
     calm = write(tmp_path / "calm", tiny_dir, stage)
     assert run(calm) == EXIT_OK, events(calm)[-1]
     assert weights(attempts[-1]) == weights(calm)

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 from api.auth.policy import Principal, Role, Scope
 from api.notices import service
-from api.notices.addresses import NotAllowed, parse, permitted, resolve
-from api.notices.post import WebhookReply, post
 from api.notices.render import chat
 from api.notices.sender import Sender
+from core.base.addresses import NotAllowed, parse, permitted, resolve
+from core.base.post import HttpReply, post
 from core.db.tables import Delivery, Job, Webhook
 from core.jobs.base.states import Status
 from core.jobs.base.transitions import move
@@ -464,14 +464,14 @@ def test_certificates_are_checked_by_the_urls_name(tmp_path: Path, monkeypatch: 
     def lookup(host: str, port: int, **_: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 
-    def send(host: str) -> WebhookReply:
+    def send(host: str) -> HttpReply:
         url = f"https://{host}:{there.port}/tls"
         return post(url, {}, b"{}", allow=("127.0.0.1",), seconds=5, lookup=lookup)
 
     with target(tls=tls) as there:
         assert "certificate is not good" in str(send("hooks.example.org").error) and not there.got
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        assert send("hooks.example.org") == WebhookReply(200)
+        assert send("hooks.example.org") == HttpReply(200)
         assert there.got[0].headers["host"] == f"hooks.example.org:{there.port}"
         assert "certificate is not good" in str(send("other.example.org").error)
     assert asked == ["hooks.example.org", "hooks.example.org", "other.example.org"] and len(there.got) == 1

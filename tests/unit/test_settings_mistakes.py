@@ -28,14 +28,17 @@ BAD: dict[str, tuple[str, ...]] = {
 """By kind of setting."""
 KINDS: dict[str, str] = {
     **dict.fromkeys(("database_url", "broker_url", "public_url", "s3_endpoint"), "url"),
-    **dict.fromkeys(("data", "work", "log_file", "model_roots", "data_roots", "tracking_dir", "lm_eval_tasks"), "path"),
+    **dict.fromkeys(
+        ("data", "work", "log_file", "model_roots", "data_roots", "tracking_dir", "lm_eval_tasks", "reward_tokens"),
+        "path",
+    ),
     **dict.fromkeys(("host", "node"), "name"),
     "gpus": "int",
     "webhook_retry_seconds": "float",
 }
 ANY = {
     *("s3_region", "s3_access_key_id", "s3_secret_access_key", "database_password", "broker_password"),
-    *("sysfs", "webhook_allow", "node_labels", "trusted_proxies"),
+    *("sysfs", "webhook_allow", "reward_allow", "node_labels", "trusted_proxies"),
 }
 """Any text may be one."""
 NO_FAULT = {

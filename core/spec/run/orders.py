@@ -123,6 +123,10 @@ class RunOrder(SpecModel):
     """The same of each process beside it that makes tokens of rows."""
     lm_eval_tasks: str | None = None
     """Folder of tasks for lm-eval, beside those of its package."""
+    reward_allow: list[str] = Field(default=[])
+    """Hosts and networks that the reward `http` may ask although they are not public."""
+    reward_tokens: str | None = None
+    """File of tokens for endpoints of the reward `http`."""
     trial_prompts: int | None = None
     """Prompts that the untrained model answers to try the rewards, in place of a training; null: it trains."""
     world_size: int = Field(default=1, ge=1)

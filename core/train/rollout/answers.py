@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from core.errors import DataError
-from core.spec.axes.rollout.reward import ProgramReward, names_of
+from core.spec.axes.rollout.reward import HttpReward, ProgramReward, names_of
 from core.spec.axes.rollout.stages import RolloutStage
 from core.train.engine import Engine
 from core.train.evaluation.held_out import describe_batches
 from core.train.evaluation.samples import stop_tokens
 from core.train.generation.sampling import Completion, Key, SamplingParams
+from core.train.rollout.graders import Graders
 from core.train.rollout.programs import AnsweredPrompt, AnswerFault, Value, open_sandbox, refuse_unreadable, values_of
 from core.train.rollout.rewards import Columns, name_rows, reward_of
 from core.train.run import Run
@@ -36,7 +37,7 @@ class Answerer:
     """Samples answers and rewards them. `engine` is set once it is built."""
 
     def __init__(self, run: Run, stage: RolloutStage, tokenizer: Any) -> None:
-        """NoSandbox where a reward needs the sandbox and this machine has none; ToolsMissing."""
+        """NoSandbox where a reward needs the sandbox and this machine has none; ToolsMissing; as Graders."""
         self.run, self.stage, self.tokenizer = run, stage, tokenizer
         self.engine: Engine | None = None
         self.slots = stage.slots
@@ -44,6 +45,7 @@ class Answerer:
         self._told: set[str] = set()
         self.sandbox = open_sandbox(stage.reward, run.cache_dir)
         """Where code of users runs. It ends with this process."""
+        self.graders = Graders(run, stage.reward)
 
     @property
     def ready(self) -> Engine:
@@ -104,6 +106,8 @@ class Answerer:
             if isinstance(reward, ProgramReward):
                 assert self.sandbox is not None
                 values = values_of(reward, texts, asked, self.sandbox, self.run.check_stop)
+            elif isinstance(reward, HttpReward):
+                values = self.graders.values_of(reward, texts, asked)
             else:
                 values = [
                     reward_of(reward, text, len(answer.tokens), one.columns)

@@ -87,10 +87,11 @@ def _numbers(value: Any, count: int) -> list[Value]:
     if not isinstance(value, list) or len(value) != count:
         found = f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
         return [f"it returned {found}; return a list of {count} numbers, one for each of `completions`"] * count
-    return [_number(one) for one in value]
+    return [number_of(one) for one in value]
 
 
-def _number(value: Any) -> Value:
+def number_of(value: Any) -> Value:
+    """A finite number from what a program answered, or why it is none."""
     if not isinstance(value, int | float):
         return f"it returned a {type(value).__name__} for this answer ({str(value)[:100]!r}); return a number"
     try:

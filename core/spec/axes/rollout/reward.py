@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from core.base.addresses import NotAllowed, parse
 from core.spec.base import SpecModel, by_type, short_form
 
 
@@ -192,6 +193,33 @@ class MathReward(RewardTerm):
     """Time of an answer at most; one that takes longer gets 0, and the rollouts say so."""
 
 
+def _plain_url(url: str) -> str:
+    try:
+        parse(url)
+    except NotAllowed as error:
+        raise ValueError(str(error)) from error
+    return url
+
+
+class HttpReward(RewardTerm):
+    """What an endpoint of yours answers to a POST of prompts, completions and rows (docs/rollouts.md). Private
+    addresses are refused unless the administrator allows them with EFT_REWARD_ALLOW."""
+
+    type: Literal["http"] = "http"
+    url: Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_plain_url)]
+    """Where the batches are sent to, `http://…` or `https://…`. The administrator may give it a token with
+    EFT_REWARD_TOKENS."""
+    batch_size: Annotated[int, Field(ge=1, le=10_000)] = 64
+    """Answers of a request at most."""
+    parallel: Annotated[int, Field(ge=1, le=64)] = 4
+    """Requests at the same time at most."""
+    seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Time of a request at most, from the lookup of the name to the end of the response."""
+    retries: Annotated[int, Field(ge=0, le=100)] = 5
+    """Further tries where there is no answer, or one of 408, 425, 429, 500, 502, 503 and 504: after 1, 2, 5, 10 and
+    then each time 30 s, or what `Retry-After` says. What fails then is left to `reward_error`."""
+
+
 def wrong_schema(document: dict[str, Any]) -> str | None:
     """Why an object is no JSON Schema; None: it is one."""
     from jsonschema import Draft202012Validator, SchemaError  # takes longer to import than all arms together
@@ -217,7 +245,8 @@ RewardArm = Annotated[
     | JsonSchemaReward
     | PythonReward
     | CodeReward
-    | MathReward,
+    | MathReward
+    | HttpReward,
     Field(discriminator="type"),
     short_form(by_type),
 ]

@@ -1,6 +1,6 @@
-"""Where notices may go: public addresses, and what EFT_WEBHOOK_ALLOW names.
+"""Where requests to URLs of users may go: public addresses, and what a setting names.
 
-Whoever may make a webhook could otherwise have this box ask its neighbours, itself, or a cloud's metadata service.
+Whoever may name a URL could otherwise have this box ask its neighbours, itself, or a cloud's metadata service.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Lookup = Callable[..., Sequence[tuple[Any, ...]]]
 """`socket.getaddrinfo`."""
 
+WEBHOOKS, REWARDS = "EFT_WEBHOOK_ALLOW", "EFT_REWARD_ALLOW"
+"""Settings that name more hosts and networks."""
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """RFC 6052: the last four bytes are the IPv4 address that is reached."""
 NEVER = tuple(
@@ -36,11 +38,11 @@ NEVER = tuple(
 
 
 class NotAllowed(Exception):
-    """A target that notices must not be sent to. Its words are for the owner of the webhook."""
+    """A target that nothing must be sent to. Its words are for whoever named it."""
 
 
 @dataclass(frozen=True, slots=True)
-class WebhookTarget:
+class HttpTarget:
     """A URL in its parts."""
 
     secure: bool
@@ -57,7 +59,7 @@ class WebhookTarget:
         return f"{'https' if self.secure else 'http'}://{host}{port}"
 
 
-def parse(url: str) -> WebhookTarget:
+def parse(url: str) -> HttpTarget:
     """Raises NotAllowed for what is no plain http(s) URL."""
     if not url.isascii() or any(character <= " " or character == "\x7f" for character in url):
         raise NotAllowed("a URL has printable ASCII characters; write other names as `xn--…`")
@@ -71,16 +73,19 @@ def parse(url: str) -> WebhookTarget:
     if not parts.hostname or "%" in parts.hostname:
         raise NotAllowed("the URL names no host")
     if parts.username is not None or parts.password is not None:
-        raise NotAllowed("leave user and password out of the URL; receivers check the signature")
+        raise NotAllowed("leave user and password out of the URL; it is stored and shown")
     if parts.fragment:
         raise NotAllowed("leave the part behind `#` out of the URL; it is never sent")
     secure = parts.scheme == "https"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return WebhookTarget(secure, parts.hostname.rstrip("."), port or (443 if secure else 80), path)
+    return HttpTarget(secure, parts.hostname.rstrip("."), port or (443 if secure else 80), path)
 
 
-def resolve(target: WebhookTarget, allow: Sequence[str], lookup: Lookup = socket.getaddrinfo) -> list[tuple[int, Any]]:
+def resolve(
+    target: HttpTarget, allow: Sequence[str], lookup: Lookup = socket.getaddrinfo, *, setting: str = WEBHOOKS
+) -> list[tuple[int, Any]]:
     """(family, socket address) of each address that the host has now; to these and no others it is connected then.
+    `allow`: what the setting of that name says.
 
     Raises NotAllowed when one of them is not to be reached, and OSError when there is none.
     """
@@ -92,7 +97,7 @@ def resolve(target: WebhookTarget, allow: Sequence[str], lookup: Lookup = socket
         for _, address in addresses:
             if not permitted(ipaddress.ip_address(str(address[0]).partition("%")[0]), allow):
                 raise NotAllowed(
-                    f"`{target.host}` is not a public address; the administrator can allow it with EFT_WEBHOOK_ALLOW"
+                    f"`{target.host}` is not a public address; the administrator can allow it with {setting}"
                 )
     return addresses
 

@@ -9,18 +9,18 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from api.notices.addresses import Lookup, NotAllowed, WebhookTarget, parse, resolve
+from core.base.addresses import WEBHOOKS, HttpTarget, Lookup, NotAllowed, parse, resolve
 
 MOST_BYTES = 4096
-"""Bytes that are read of a response's body and thrown away, so that the connection closes cleanly."""
+"""Bytes that are read of a response's body, so that the connection closes cleanly, unless the caller wants more."""
 MOST_ADDRESSES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class WebhookReply:
+class HttpReply:
     """What a target made of it."""
 
     status: int | None
@@ -28,6 +28,8 @@ class WebhookReply:
     error: str | None = None
     retry_after: float | None = None
     """Seconds, where the target asked for them."""
+    body: bytes = field(default=b"", compare=False)
+    """What was read of it."""
 
     @property
     def taken(self) -> bool:
@@ -81,34 +83,37 @@ def post(
     allow: Sequence[str],
     seconds: float,
     lookup: Lookup = socket.getaddrinfo,
-) -> WebhookReply:
-    """Never raises for what the target, its name or the way there does."""
+    setting: str = WEBHOOKS,
+    most_bytes: int = MOST_BYTES,
+) -> HttpReply:
+    """Never raises for what the target, its name or the way there does. `setting`: the name of the one that `allow` is
+    from; of the response's body at most `most_bytes` are read."""
     watch = _Watch(seconds)
     sock: socket.socket | None = None
     try:
         target = parse(url)
-        sock = _connect(target, resolve(target, allow, lookup), watch)
-        return _exchange(target, sock, watch, headers, body)
+        sock = _connect(target, resolve(target, allow, lookup, setting=setting), watch)
+        return _exchange(target, sock, watch, headers, body, most_bytes)
     except NotAllowed as error:
-        return WebhookReply(None, str(error))
+        return HttpReply(None, str(error))
     except socket.gaierror as error:
-        return WebhookReply(None, f"the name cannot be looked up: {error.strerror}")
+        return HttpReply(None, f"the name cannot be looked up: {error.strerror}")
     except TimeoutError:
-        return WebhookReply(None, f"no answer within {seconds:g} s")
+        return HttpReply(None, f"no answer within {seconds:g} s")
     except ssl.SSLCertVerificationError as error:
-        return WebhookReply(None, f"its certificate is not good: {error.verify_message}")
+        return HttpReply(None, f"its certificate is not good: {error.verify_message}")
     except (OSError, http.client.HTTPException, ValueError) as error:
         if watch.rang:
-            return WebhookReply(None, f"no answer within {seconds:g} s")
+            return HttpReply(None, f"no answer within {seconds:g} s")
         words = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        return WebhookReply(None, f"the connection failed: {words}"[:200])
+        return HttpReply(None, f"the connection failed: {words}"[:200])
     finally:
         watch.stop()
         if sock is not None:
             sock.close()
 
 
-def _connect(target: WebhookTarget, addresses: Sequence[tuple[int, Any]], watch: _Watch) -> socket.socket:
+def _connect(target: HttpTarget, addresses: Sequence[tuple[int, Any]], watch: _Watch) -> socket.socket:
     failure: OSError = OSError("the name has no address")
     for family, address in addresses[:MOST_ADDRESSES]:
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -132,8 +137,13 @@ def _connect(target: WebhookTarget, addresses: Sequence[tuple[int, Any]], watch:
 
 
 def _exchange(
-    target: WebhookTarget, sock: socket.socket, watch: _Watch, headers: Mapping[str, str], body: bytes
-) -> WebhookReply:
+    target: HttpTarget,
+    sock: socket.socket,
+    watch: _Watch,
+    headers: Mapping[str, str],
+    body: bytes,
+    most_bytes: int,
+) -> HttpReply:
     """`Host` and the name of the certificate stay the URL's; http.client opens no connection where there is one."""
     kind = http.client.HTTPSConnection if target.secure else http.client.HTTPConnection
     connection = kind(target.host, target.port)
@@ -144,11 +154,12 @@ def _exchange(
         status = response.status
         waits = response.getheader("retry-after", "")
         watch.left()  # http.client takes headers that were cut off for whole ones
+        found = b""
         with contextlib.suppress(OSError, http.client.HTTPException):  # the answer is there, whatever follows it
-            response.read(MOST_BYTES)
+            found = response.read(most_bytes)
     error = None
     if 300 <= status < 400:
         error = f"answered {status}; redirects are not followed"
     elif not 200 <= status < 300:
         error = f"answered {status}"
-    return WebhookReply(status, error, float(waits) if waits.isdecimal() and len(waits) < 7 else None)
+    return HttpReply(status, error, float(waits) if waits.isdecimal() and len(waits) < 7 else None, found)
