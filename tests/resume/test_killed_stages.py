@@ -72,7 +72,7 @@ CASES = {
     "rloo": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
         (REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3"),
-        stage=ROLLOUTS,
+        stage=ROLLOUTS | {"max_resamples": 2},
     ),
     "grpo with a grader": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],

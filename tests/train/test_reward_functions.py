@@ -111,7 +111,7 @@ def test_a_rollout_survives_a_checkpoint_to_the_bit() -> None:
     values = np.array([-0.1, -1e-7, -3.4e38], dtype=np.float32)
     one = Rollout(
         3, [[1, 2], [3]], [5, 0], [[7], [], [8, 9], []], [True, False, True, True], {"a": [0.1, 0.2, 1 / 3, 0.0]},
-        [0.1, 0.1, 1 / 3, 0.0], [0.0, 0.0, 0.7, -0.7], {"sampler": values},
+        [0.1, 0.1, 1 / 3, 0.0], [0.0, 0.0, 0.7, -0.7], {"sampler": values}, [1, 3],
     )  # fmt: skip
     back = Rollout.of(json.loads(json.dumps(one.state_dict())))
     assert back.state_dict() == one.state_dict() and back.answers == one.answers and back.prompts == one.prompts

@@ -84,6 +84,27 @@ def test_a_job_samples_rewards_and_learns(calm: Path) -> None:
     assert any(values["grad_norm"] > 0 for values in told.values())
 
 
+def test_groups_without_a_difference_are_drawn_anew(tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
+    stage = {"num_generations": 2, "reward": [E_SHARE]}
+    plain, again = (
+        go(tmp_path / str(most), tiny_dir, rows, stage=stage | {"max_resamples": most}, training={"max_steps": 1})
+        for most in (0, 3)
+    )
+    before, after = figures(plain)[1], figures(again)[1]
+    alike = before["frac_reward_zero_std"]
+    assert alike > 0 and after["frac_groups_resampled"] == pytest.approx(alike)
+    assert after["frac_reward_zero_std"] < alike and 1 < after["draws_per_group"] <= 1 + 3 * alike
+    assert "draws_per_group" not in before
+    first, second = (
+        list(map(json.loads, (one / "artifacts" / "rollouts.jsonl").read_text().splitlines())) for one in (plain, again)
+    )
+    for at in range(0, len(first), 2):
+        was, now = first[at : at + 2], second[at : at + 2]
+        assert [one["line"] for one in was] == [one["line"] for one in now]
+        if was[0]["reward"] != was[1]["reward"] or now[0]["reward"] == now[1]["reward"]:
+            assert [one["completion"] for one in was] == [one["completion"] for one in now]
+
+
 def test_the_rollouts_are_an_artifact(calm: Path) -> None:
     lines = [json.loads(line) for line in (calm / "artifacts" / "rollouts.jsonl").read_text().splitlines()]
     # Seven prompts, three a step: the third step has one.

@@ -32,6 +32,16 @@ class Judged:
     unscored: dict[int, dict[str, str]]
     """Why an answer has no reward but 0, by its place and the reward's name."""
 
+    def replace(self, at: int, other: Judged, place: int, count: int) -> None:
+        """Put the rewards of `count` answers of `other` from `place` on in the place of those from `at` on."""
+        self.total[at : at + count] = other.total[place : place + count]
+        for name, values in self.rewards.items():
+            values[at : at + count] = other.rewards[name][place : place + count]
+        for offset in range(count):
+            self.unscored.pop(at + offset, None)
+            if place + offset in other.unscored:
+                self.unscored[at + offset] = other.unscored[place + offset]
+
 
 class Answerer:
     """Samples answers and rewards them. `engine` is set once it is built."""

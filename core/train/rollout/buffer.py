@@ -36,6 +36,8 @@ class Rollout:
     token_values: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """Numbers of each token of all answers, end to end: `sampler`, `old`, `reference`; for PPO `value`, `return`,
     `advantage` too."""
+    draws: list[int] = field(default_factory=list)
+    """How often the group of each prompt was drawn; empty where none is drawn twice."""
 
     @property
     def group(self) -> int:
@@ -54,12 +56,7 @@ class Rollout:
     def varied(self) -> list[int]:
         """Places of the answers of groups whose rewards differ."""
         size = self.compared
-        return [
-            at
-            for first in range(0, len(self.answers), size)
-            if len(set(self.total[first : first + size])) > 1
-            for at in range(first, first + size)
-        ]
+        return [at for group in spread_groups(self.total, size) for at in range(group * size, (group + 1) * size)]
 
     def dataset(self) -> TokenDataset:
         """Prompt and answer of each, the answer's tokens as labels."""
@@ -99,6 +96,9 @@ class Rollout:
         for name, values in self.rewards.items():
             found[f"rewards/{name}/mean"] = float(np.mean(values))
             found[f"rewards/{name}/std"] = float(np.std(values, ddof=min(1, len(values) - 1)))
+        if self.draws:
+            found["frac_groups_resampled"] = float(np.mean([draws > 1 for draws in self.draws]))
+            found["draws_per_group"] = float(np.mean(self.draws))
         return found | {
             "completions/mean_length": float(np.mean(lengths)),
             "completions/max_length": float(max(lengths)),
@@ -117,6 +117,7 @@ class Rollout:
             "rewards": self.rewards,
             "total": self.total,
             "advantages": self.advantages,
+            "draws": self.draws,
             "token_values": {name: _text(values) for name, values in self.token_values.items()},
         }
 
@@ -132,8 +133,14 @@ class Rollout:
             rewards=state["rewards"],
             total=state["total"],
             advantages=state["advantages"],
+            draws=state.get("draws", []),
             token_values={name: _array(text, np.float32) for name, text in state["token_values"].items()},
         )
+
+
+def spread_groups(totals: Sequence[float], group: int) -> list[int]:
+    """Numbers of the groups whose rewards differ."""
+    return [at // group for at in range(0, len(totals), group) if len(set(totals[at : at + group])) > 1]
 
 
 def advantages_of(rewards: Sequence[float], group: int, *, scale: bool) -> list[float]:

@@ -22,16 +22,16 @@ from torch import Tensor
 from core.base.files import sync
 from core.plan.constants import MOST_ALIKE
 from core.plan.steps import run_steps
-from core.spec.axes.rollout.stages import GRPO, RLOO, LearnsFromAnswers, PPOStage
+from core.spec.axes.rollout.stages import GRPO, RLOO, GroupStage, LearnsFromAnswers, PPOStage
 from core.spec.run.folder import ROLLOUTS, rollout_file
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import StepBatches
 from core.train.data.order import build_order
-from core.train.generation.sampling import Key
+from core.train.generation.sampling import Completion, Key
 from core.train.policy import PolicyModel
-from core.train.rollout.answers import Answerer
-from core.train.rollout.buffer import Rollout, advantages_of, leave_one_out
+from core.train.rollout.answers import Answerer, Judged
+from core.train.rollout.buffer import Rollout, advantages_of, leave_one_out, spread_groups
 from core.train.rollout.estimation import estimate, explained_variance
 from core.train.rollout.programs import AnsweredPrompt
 from core.train.rollout.rewards import Columns
@@ -139,16 +139,10 @@ class RolloutLoader:
         stage = self.stage
         rows = list(self.order.rows_of(number))
         prompts = [self.prompts[row][0].tolist() for row in rows]
-        keys: list[list[Key]] = [
-            [(self.run.spec.training.seed, number, row, sample) for sample in range(stage.num_generations)]
-            for row in rows
-        ]
-        answers = self.answerer.sample(prompts, keys, stage.temperature)
-        asked = [
-            AnsweredPrompt(int(self.prompts.lines[row]), self.answerer.text(prompt), self.columns[row])
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
-        judged = self.answerer.judge(answers, [one for one in asked for _ in range(stage.num_generations)])
+        answers, judged = self._drawn(number, rows, draw=0)
+        draws: list[int] = []
+        if isinstance(stage, GroupStage) and stage.max_resamples:
+            draws = self._redraw(number, rows, answers, judged, stage.max_resamples)
         rollout = Rollout(
             number,
             prompts,
@@ -159,6 +153,7 @@ class RolloutLoader:
             judged.total,
             [0.0] * len(answers),
             {"sampler": np.asarray([p for answer in answers for p in answer.logprobs], dtype=np.float32)},
+            draws,
         )
         if isinstance(stage, PPOStage):
             old, value = self._of_tokens(rollout, self._with_values, count=2)
@@ -172,6 +167,40 @@ class RolloutLoader:
         self._keep(rollout, judged.unscored)
         self._tell(rollout)
         return rollout
+
+    def _drawn(self, number: int, rows: Sequence[int], *, draw: int) -> tuple[list[Completion], Judged]:
+        """Answers to the prompts of these rows, side by side, and their rewards. StopRequested."""
+        each = self.stage.num_generations
+        prompts = [self.prompts[row][0].tolist() for row in rows]
+        keys: list[list[Key]] = [
+            [(self.run.spec.training.seed, number, row, draw * each + sample) for sample in range(each)] for row in rows
+        ]
+        answers = self.answerer.sample(prompts, keys, self.stage.temperature)
+        asked = [
+            AnsweredPrompt(int(self.prompts.lines[row]), self.answerer.text(prompt), self.columns[row])
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+        return answers, self.answerer.judge(answers, [one for one in asked for _ in range(each)])
+
+    def _redraw(
+        self, number: int, rows: Sequence[int], answers: list[Completion], judged: Judged, most: int
+    ) -> list[int]:
+        """Draw groups without a difference anew, at most so often, and put those with one in their places; how often
+        each group was drawn. StopRequested."""
+        each, draws = self.stage.num_generations, [1] * len(rows)
+        for draw in range(1, most + 1):
+            spread = spread_groups(judged.total, each)
+            alike = [group for group in range(len(rows)) if group not in spread]
+            if not alike:
+                break
+            others, found = self._drawn(number, [rows[group] for group in alike], draw=draw)
+            for group in alike:
+                draws[group] += 1
+            for at in spread_groups(found.total, each):
+                start = alike[at] * each
+                answers[start : start + each] = others[at * each : (at + 1) * each]
+                judged.replace(start, found, at * each, each)
+        return draws
 
     def _of_tokens(
         self,

@@ -57,7 +57,15 @@ class RolloutStage(SpecModel):
     is next to nothing to learn."""
 
 
-class GRPO(RolloutStage):
+class GroupStage(RolloutStage):
+    """Common fields of the stages that compare the answers to a prompt; not an arm."""
+
+    max_resamples: Annotated[int, Field(ge=0, le=100)] = 0
+    """Times at most that a group whose answers all have the same reward is drawn anew, since nothing is learned from
+    it. It stays as it is where no draw makes a difference."""
+
+
+class GRPO(GroupStage):
     """Group relative policy optimization: the model answers each prompt several times, and answers with a larger reward
     than the others of their prompt become more likely (Shao et al. 2024, arXiv:2402.03300). As with TRL, a step has
     `per_device_train_batch_size` · `gradient_accumulation_steps` answers, `num_generations` to a prompt."""
@@ -77,7 +85,7 @@ class GRPO(RolloutStage):
     """`group`: divide advantages by the standard deviation of their group's rewards. `none`: do not."""
 
 
-class RLOO(RolloutStage):
+class RLOO(GroupStage):
     """REINFORCE leave-one-out: the model answers each prompt several times, and answers whose reward is above the mean
     of the others become more likely (Ahmadian et al. 2024, arXiv:2402.14740). The ratio that is cut off is that of the
     whole answer. `beta` weighs the divergence of an answer as a part of its reward. As with TRL, a step has
