@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -19,7 +19,7 @@ from core.plan.models.shape import Shape
 from core.settings import Settings
 from core.spec.axes.data import FileSource, HubDataset, PathSource, singles
 from core.spec.axes.method import Full
-from core.spec.axes.rollout.reward import MathReward
+from core.spec.axes.rollout.reward import HttpReward, MathReward, RewardArm
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
@@ -73,7 +73,7 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         datasets=[DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset)],
         weights=claim.slot.kind != "preview",
         exports=spec.export if claim.slot.kind != "preview" else [],
-        tools=_tools(spec) if claim.slot.kind != "preview" else [],
+        tools=tools_of(spec) if claim.slot.kind != "preview" else [],
         cache_dir=str(layout.cache),
         lm_eval_tasks=None if settings.lm_eval_tasks is None else str(settings.lm_eval_tasks.absolute()),
         memory_limit=_prepare_limit(settings),
@@ -82,11 +82,19 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
     )
 
 
-def _tools(spec: JobSpec) -> list[ToolSet]:
+def tools_of(spec: JobSpec) -> list[ToolSet]:
     """Sets of libraries that the job's training needs."""
-    rewards = spec.stage.reward if isinstance(spec.stage, RolloutStage) else []
-    maths: list[ToolSet] = ["math"] if any(isinstance(one, MathReward) for one in rewards) else []
+    maths: list[ToolSet] = ["math"] if any(isinstance(one, MathReward) for one in _rewards(spec)) else []
     return [*maths, *(one.type for one in spec.tracking)]
+
+
+def asks_endpoints(spec: Mapping[str, Any]) -> bool:
+    """Whether the job with this spec has endpoints score answers."""
+    return any(isinstance(one, HttpReward) for one in _rewards(JobSpec.model_validate(spec)))
+
+
+def _rewards(spec: JobSpec) -> Sequence[RewardArm]:
+    return spec.stage.reward if isinstance(spec.stage, RolloutStage) else []
 
 
 def run_order(

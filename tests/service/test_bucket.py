@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,6 +363,8 @@ def test_a_store_that_is_away_is_waited_for(settings: Settings, layout: Layout, 
     (run / "artifacts" / "adapter").write_bytes(b"weights")
     (run / "rollouts").mkdir()
     (run / "rollouts" / "00000000.jsonl").write_bytes(b"{}\n{}\n")
+    (run / "scores").mkdir()
+    (run / "scores" / "0f.json").write_bytes(b"[0.5]")
     sender = Publisher(away, run, f"runs/{JOB}/attempt-1", 2, threading.Event())
     sender.checkpoint("checkpoints/step-00000010")
     asked: list[float] = []
@@ -375,6 +378,9 @@ def test_a_store_that_is_away_is_waited_for(settings: Settings, layout: Layout, 
     assert len(asked) == 1
     assert away.read(f"runs/{JOB}/attempt-1/artifacts/adapter") == b"weights"
     assert away.size(f"runs/{JOB}/attempt-1/checkpoints/step-00000010/manifest.json") is not None
+    shutil.rmtree(run / "scores")
+    LocalCache(away, layout, most=2500, reserve=0).small(f"runs/{JOB}/attempt-1/scores")  # as another box does
+    assert (run / "scores" / "0f.json").read_bytes() == b"[0.5]"
     page = rollout_page(away, layout, JOB, 2, 0, skip=1, limit=1)  # as the API serves it
     assert (newest_rollout(away, layout, JOB, 2), page) == (0, RolloutPage([{}], False))
 

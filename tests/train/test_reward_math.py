@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,15 @@ from pydantic import TypeAdapter
 from core.errors import DataError
 from core.sandbox.sandbox import ProgramSandbox
 from core.spec.axes.rollout.reward import RewardArm
+from core.spec.load import parse_job
+from core.spec.resolve import resolve
+from core.spec.run.exit_codes import EXIT_FAILED
+from core.train.recipe import run
 from core.train.rollout.programs import AnsweredPrompt, AnswerFault, open_sandbox, refuse_unreadable, values_of
 from core.train.tools.install import ToolsMissing
 from tests.support.tools import CACHE, math_tools
+from tests.support.trainer import events, write_rows, write_run
+from worker.orders import tools_of
 
 
 def math(**fields: Any) -> Any:
@@ -79,6 +86,28 @@ def test_expected_answers_that_cannot_be_read_are_refused_with_their_rows(sandbo
     seen: list[None] = []
     refuse_unreadable([math()], slow, sandbox, lambda: seen.append(None))
     assert seen
+
+
+def test_a_job_with_such_a_row_is_refused_before_it_trains(tiny_dir: Path, tmp_path: Path) -> None:
+    math_tools()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tools").symlink_to(CACHE / "tools")
+    found = [{"prompt": f"say {n}", "reference": "1/2" if n < 3 else "five apples"} for n in range(5)]
+    rows = write_rows(tmp_path / "rows.jsonl", found)
+    stage = {"type": "grpo", "num_generations": 2, "max_completion_length": 4, "reward": ["math"]}
+    run_dir = write_run(
+        tmp_path / "run", tiny_dir, rows, cache_dir=tmp_path / "cache", stage=stage, training={"max_length": 64}
+    )
+    assert run(run_dir) == EXIT_FAILED
+    told = events(run_dir)[-1]
+    assert told["code"] == "no_reward_column" and "rows 4, 5 (there 'five apples')" in told["message"]
+
+
+def test_the_library_is_asked_for_while_the_job_is_prepared() -> None:
+    job = {"model": "a/b", "data": "rows.jsonl", "tracking": ["tensorboard"]}
+    stage = {"type": "grpo", "reward": ["math", "number"]}
+    assert tools_of(resolve(parse_job(job | {"stage": stage}))) == ["math", "tensorboard"]
+    assert tools_of(resolve(parse_job(job))) == ["tensorboard"]
 
 
 def test_a_machine_without_the_library_says_so() -> None:

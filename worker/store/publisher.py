@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from core.spec.run.checkpoint_names import BEST, superseded
-from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, LOG_FILE, ROLLOUTS
+from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, LOG_FILE, ROLLOUTS, SCORES
 from core.spec.run.manifest import MANIFEST
 from core.spec.run.model_cache import MODELS, REFS, entry_of
 from core.storage.bucket import LOG_PART, Bucket, log_key
@@ -196,11 +196,13 @@ class Publisher:
             self._bucket.put_file(f"{key}/{MANIFEST}", folder / MANIFEST)
 
     def _send_rollouts(self) -> None:
-        """Each file once: the trainer renames it into place when it is whole, and does not write it again."""
-        for path in sorted((self._folder / ROLLOUTS).glob("*.jsonl")):
-            if path.name not in self._rollouts and not self._lost.is_set():
-                self._bucket.put_file(f"{self._key}/{ROLLOUTS}/{path.name}", path)
-                self._rollouts.add(path.name)
+        """Rollouts and scores of endpoints, each file once: the trainer renames it into place when it is whole, and
+        does not write it again."""
+        for name, pattern in ((SCORES, "*.json"), (ROLLOUTS, "*.jsonl")):
+            for path in sorted((self._folder / name).glob(pattern)):
+                if path.name not in self._rollouts and not self._lost.is_set():
+                    self._bucket.put_file(f"{self._key}/{name}/{path.name}", path)
+                    self._rollouts.add(path.name)
 
     def _send_log(self) -> None:
         try:

@@ -20,10 +20,10 @@ from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Regi
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
 from core.spec.run.checkpoint_names import best_step, progress_of
-from core.spec.run.folder import ARTIFACTS, CHECKPOINTS
+from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, SCORES
 from core.spec.run.manifest import MANIFEST
 from core.spec.run.model_cache import GGUF, MODELS, REFS, entry_of, is_gguf_key, merged_key
-from worker.orders import resume_point
+from worker.orders import asks_endpoints, resume_point
 from worker.store.local_cache import Halted, LocalCache
 
 log = logging.getLogger("eft.worker")
@@ -131,8 +131,8 @@ class Staging:
             self._copies.file(f"files/{row.id}", row.bytes, row.sha256)
 
     def _checkpoints(self, halted: Halted) -> None:
-        """The furthest one of earlier attempts and of the jobs this is a retry of, unless this box has one as far; and
-        the weights of the best evaluations that stand beside them."""
+        """The furthest one of earlier attempts and of the jobs this is a retry of, unless this box has one as far; the
+        weights of the best evaluations that stand beside them; and what endpoints have scored."""
         token = self._claim.token
         runs = {token.job_id: token.attempt - 1}
         runs |= {one["job"]: one["attempts"] for one in self._claim.resume_from if "attempts" in one}
@@ -141,6 +141,10 @@ class Staging:
             if attempts < 1:
                 continue
             self._hold(f"runs/{job_id}")
+            if asks_endpoints(self._claim.spec):
+                for attempt in range(1, attempts + 1):
+                    halted()
+                    self._copies.small(f"runs/{job_id}/attempt-{attempt}/{SCORES}")
             for entry in self._copies.bucket.tree(f"runs/{job_id}"):
                 parts = PurePosixPath(entry.key).parts
                 if len(parts) != 6 or parts[3] != CHECKPOINTS or parts[5] != MANIFEST:
