@@ -12,7 +12,16 @@ from api.deps import App, authorise, public
 from api.events.router import EventStream, while_allowed
 from api.web import render, signin_router
 from api.web.changes import Changes
-from api.web.pages import box_router, compare_router, files_router, jobs_router, models_router, new_router, try_router
+from api.web.pages import (
+    box_router,
+    compare_router,
+    files_router,
+    jobs_router,
+    models_router,
+    new_router,
+    rollouts_router,
+    try_router,
+)
 from core.errors import NotFound
 
 _open = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[PUBLIC, Depends(public)])
@@ -66,6 +75,7 @@ ROUTERS = (
     _closed,
     signin_router.closed_router,
     jobs_router.router,
+    rollouts_router.router,
     compare_router.router,
     new_router.router,
     box_router.router,

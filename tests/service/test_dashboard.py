@@ -3,7 +3,9 @@ test_dashboard_browser.py."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +21,7 @@ from api.web import render, sessions, words
 from api.web.pages import family
 from api.web.router import ROUTERS
 from core.db.tables import ApiKey, Audit, Job, Metric
-from core.spec.run.folder import LOG_FILE
+from core.spec.run.folder import LOG_FILE, ROLLOUTS, rollout_file
 from tests.support.world import Caller, World, world
 
 MARKUP = "<script>alert(1)</script> \"'&"
@@ -313,6 +315,48 @@ def test_a_long_line_of_the_log_is_cut_on_the_page(here: World, boss: Caller) ->
     page = here.ask("GET", f"/ui/jobs/{here.lab.job}", headers=session_of(here, boss)).text
     log.write_bytes(before)
     assert len(page) < 100_000 and "898,000 characters more)\nlast line" in page
+
+
+def test_rollouts_are_sorted_and_filtered_over_the_whole_step(here: World, boss: Caller) -> None:
+    job = here.ask("GET", f"/jobs/{here.lab.job}", boss.key).json()
+    folder = here.layout.attempt(here.lab.job, job["attempt"]) / ROLLOUTS
+    headers, path = session_of(here, boss), f"/ui/jobs/{here.lab.job}/rollouts"
+    assert "No rollouts." in here.ask("GET", path, headers=headers).text
+    folder.mkdir()
+    for number in (0, 1):
+        lines = [
+            {"line": at, "sample": 0, "prompt": f"question {at} {MARKUP}", "completion": f"says {at}", "tokens": 2,
+             "finished": True, "rewards": {"mine": at / 1000}, "reward": at / 1000, "advantage": -0.5}
+            for at in range(250)
+        ]  # fmt: skip
+        lines[7] |= {"completion": "x" * 900_000 + MARKUP, "finished": False, "unscored": {"mine": f"late {MARKUP}"}}
+        (folder / rollout_file(number)).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def shown(query: str) -> str:
+        reply = here.ask("GET", path + query, headers=headers)
+        assert reply.status_code == 200 and MARKUP not in reply.text, query
+        return str(reply.text)
+
+    def places(text: str) -> list[int]:
+        return [int(one) for one in re.findall(r"line (\d+), answer", text)]
+
+    newest = shown("")
+    assert "Step 2, 250 answers" in newest and "step=1&" in newest and "Next step" not in newest
+    assert places(newest) == list(range(40)) and len(newest) < 100_000 and "(cut)" in newest
+    assert "mine: not scored: late &lt;script&gt;" in newest and "(900,029 characters)" in newest
+    assert places(shown("?step=1&sort=best")) == list(range(249, 209, -1))
+    assert places(shown("?sort=worst&offset=240")) == list(range(240, 250))
+    assert places(shown("?words=SAYS+249")) == [249]
+    assert "No answer of this step has these words." in shown("?words=nothing")
+    assert here.ask("GET", f"{path}?step=9", headers=headers).status_code == 404
+    assert here.ask("GET", f"{path}?sort=length", headers=headers).status_code == 422
+    away = here.ask(
+        "GET",
+        f"/ui/jobs/{here.rivals.job}/rollouts",
+        headers=session_of(here, here.caller("peer", Role.VIEWER, Scope.READ)),
+    )
+    assert away.status_code == 404
+    shutil.rmtree(folder)
 
 
 def test_the_lineage_of_a_model_is_drawn_without_boxes_over_one_another() -> None:
