@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from core.errors import SpecError
 from core.spec.load import load_json, storable
+from core.spec.session.verbs import MOST_LIKELIEST
 
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 SAVED_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,90}"
@@ -112,7 +113,8 @@ class SampleWish(Lenient):
     prompt: ChunkedPrompt
     sampling_params: SamplingWish = SamplingWish()
     prompt_logprobs: bool | None = False
-    topk_prompt_logprobs: int = 0
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     topk_sample_logprobs: int = 0
     prompt_alt_tokens_k: int = 0
     target_prompt_logprobs: dict[str, Any] | None = None

@@ -49,22 +49,28 @@ _DEFAULTS: dict[str, dict[str, float]] = {"cispo": {"clip_low": 0.0, "clip_high"
 
 @dataclass(frozen=True, slots=True)
 class SamplerId:
-    """A sampling session: the session that computes, and the saved weights (None: the base alone)."""
+    """A sampling session: the session that computes, the saved weights (None: the base alone), and what tells it apart
+    from others of the same two, whose requests have numbers of their own."""
 
     host: str
     source: str | None = None
     name: str | None = None
+    mark: str | None = None
 
     def __str__(self) -> str:
-        return ":".join(part for part in (self.host, self.source, self.name) if part)
+        return ":".join(part for part in (self.host, self.source, self.name, self.mark) if part)
 
     @classmethod
     def read(cls, text: str) -> SamplerId:
         match text.split(":"):
             case [host]:
                 return cls(host)
+            case [host, mark]:
+                return cls(host, mark=mark)
             case [host, source, name]:
                 return cls(host, source, name)
+            case [host, source, name, mark]:
+                return cls(host, source, name, mark)
         raise NotFound("there is no such sampling session", field="sampling_session_id")
 
 
@@ -188,16 +194,17 @@ class Door:
     # --- sampling
 
     def sampler(self, wish: bodies.NewSampler) -> SamplerId:
-        """A sampling session over saved weights, or over the base alone."""
+        """A sampling session over saved weights, or over the base alone. The same request again is the same one."""
+        mark = hashlib.sha256(f"{wish.session_id}/{wish.sampling_session_seq_id}".encode()).hexdigest()[:16]
         if wish.model_path is not None:
             source, row = self.saved(wish.model_path)
             host = source.row.id
             if Status(source.job.status) in FINAL:
                 host = self._host(wish, bases.of_session(source.row.spec))
-            return SamplerId(host, source.row.id, row.folder)
+            return SamplerId(host, source.row.id, row.folder, mark)
         if wish.base_model is None:
             raise SpecError("give `base_model` or `model_path`", field="base_model", code="invalid_value")
-        return SamplerId(self._host(wish, bases.named(self.app.settings.model_roots, wish.base_model)))
+        return SamplerId(self._host(wish, bases.named(self.app.settings.model_roots, wish.base_model)), mark=mark)
 
     def _host(self, wish: bodies.NewSampler, base: NamedBase) -> str:
         """The session that computes for a sampler: one of this client that has the base, or a new one."""
@@ -211,7 +218,7 @@ class Door:
     def sample(self, wish: bodies.SampleWish) -> str:
         sampler = SamplerId.read(wish.sampling_session_id)
         rows = _prompt(wish)
-        operation = _generate(wish)
+        operation = _generate(wish, len(rows))
         if sampler.source is not None and sampler.name is not None:
             operation["folder"] = str(self.folder(sampler.source, sampler.name))
         clone, seq = divmod(wish.seq_id, 10**9)
@@ -335,13 +342,17 @@ def _prompt(wish: bodies.SampleWish) -> list[float]:
     return rows
 
 
-def _generate(wish: bodies.SampleWish) -> dict[str, Any]:
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs"):
+def _generate(wish: bodies.SampleWish, length: int) -> dict[str, Any]:
+    for name in ("topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs"):
         if getattr(wish, name):
             raise SpecError(f"`{name}` is not computed here", field=name, code="invalid_value")
     if wish.record_stability_info:
         words = "`record_stability_info` is not kept here: the loss stable_reinforce is missing"
         raise SpecError(words, field="record_stability_info", code="invalid_value")
+    last = wish.prompt_logprobs_last_n
+    if last is not None and not (wish.prompt_logprobs and last < length):
+        words = f"it needs `prompt_logprobs`, and is 1 to {length - 1} for a prompt of {length} tokens; this is {last}"
+        raise SpecError(words, field="prompt_logprobs_last_n", code="invalid_value")
     params = wish.sampling_params
     if params.max_tokens is None:
         raise SpecError("give `max_tokens`", field="sampling_params.max_tokens", code="invalid_value")
@@ -360,4 +371,6 @@ def _generate(wish: bodies.SampleWish) -> dict[str, Any]:
         "stop_token_ids": ends,
         "seed": params.seed if params.seed is not None else int.from_bytes(by_request[:7], "big"),
         "prompt_logprobs": bool(wish.prompt_logprobs),
+        "prompt_top": wish.topk_prompt_logprobs,
+        "prompt_last": last,
     }

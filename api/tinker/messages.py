@@ -16,6 +16,8 @@ _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _CODES = {_FLOAT32: "f", _INT64: "q", _INT32: "i"}
 
 
+UNKNOWN = -99999.0
+"""Log-probability of a place of which nothing is told; its token is 0."""
 MOST_CELLS = 1 << 22
 """Numbers of one tensor when it is written out."""
 
@@ -178,14 +180,31 @@ def pass_output(
     return wire.message((1, "ArrayRecord"), (2, record), *told)
 
 
-def sample_output(
-    answers: Sequence[tuple[bool, Sequence[float], Sequence[float]]], prompt: Sequence[float] | None
-) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What is told of a prompt's tokens."""
+
+    logprobs: list[float] | None
+    """Of each token; NaN where nothing is told, as of the first."""
+    most: int
+    """Likeliest tokens of a place."""
+    tokens: list[int]
+    """Those of one place after another."""
+    likeliest: list[float]
+    """Their log-probabilities; UNKNOWN where nothing is told."""
+
+
+def sample_output(answers: Sequence[tuple[bool, Sequence[float], Sequence[float]]], prompt: Scored) -> bytes:
     """A SampleResponse: of each answer, whether a stop ended it, its tokens and their log-probabilities."""
     parts = []
     for stopped, tokens, logprobs in answers:
         raw = array("i", [int(token) for token in tokens]).tobytes()
         one = wire.message((1, 0 if stopped else 1), (2, raw), (3, array("f", logprobs).tobytes()))
         parts.append((1, one))
-    known = [] if prompt is None else [(2, array("f", [math.nan, *prompt[:-1]]).tobytes())]
-    return wire.message(*parts, *known)
+    if prompt.logprobs is not None:
+        parts.append((2, array("f", prompt.logprobs).tobytes()))
+    if prompt.most:
+        ids, logprobs = array("i", prompt.tokens).tobytes(), array("f", prompt.likeliest).tobytes()
+        told = wire.message((1, ids), (2, logprobs), (3, prompt.most), (4, len(prompt.tokens) // prompt.most))
+        parts.append((3, told))
+    return wire.message(*parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import AliasChoices, Field
 
 from api.tinker.bodies import Lenient, Number, parsed
-from api.tinker.messages import Numbers, PassRequest, numbers
+from api.tinker.messages import UNKNOWN, Numbers, PassRequest, Scored, numbers
 from core.errors import SpecError
 
 
@@ -91,9 +92,7 @@ def pass_answer(
     return _reply({"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(metrics)})
 
 
-def sample_answer(
-    answers: Sequence[tuple[bool, Sequence[float], Sequence[float]]], prompt: Sequence[float] | None
-) -> Response:
+def sample_answer(answers: Sequence[tuple[bool, Sequence[float], Sequence[float]]], prompt: Scored) -> Response:
     """A SampleResponse."""
     sequences = [
         {
@@ -103,8 +102,13 @@ def sample_answer(
         }
         for stopped, found, logprobs in answers
     ]
-    known = None if prompt is None else [None, *prompt[:-1]]
-    return _reply({"type": "sample", "sequences": sequences, "prompt_logprobs": known})
+    known = None if prompt.logprobs is None else [None if math.isnan(one) else one for one in prompt.logprobs]
+    told: dict[str, Any] = {"type": "sample", "sequences": sequences, "prompt_logprobs": known}
+    if prompt.most:
+        pairs = [*zip(prompt.tokens, prompt.likeliest, strict=True)]
+        places = [pairs[at : at + prompt.most] for at in range(0, len(pairs), prompt.most)]
+        told["topk_prompt_logprobs"] = [None if place[0][1] == UNKNOWN else place for place in places]
+    return _reply(told)
 
 
 def _reply(document: dict[str, Any]) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -13,6 +14,7 @@ from api.context import request_id
 from api.http.errors import ErrorResponse
 from api.tinker import door, messages, plain
 from api.tinker.door import ADAPTER, Door, SamplerId
+from api.tinker.messages import Scored
 from core.db.tables import SessionOperation, SessionSave
 from core.errors import NotFound
 from core.jobs.base.states import FINAL, Status
@@ -46,7 +48,7 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, 
             return Response(messages.pass_output(lengths, logprobs, metrics, wide), media_type=PROTOBUF)
         case "generate":
             arrays = tensors.unpack(body)
-            answers, of_prompt = _sampled(result, arrays), arrays.get("prompt_logprobs")
+            answers, of_prompt = _sampled(result, arrays), _scored(asked, arrays)
             if not packed:
                 return plain.sample_answer(answers, of_prompt)
             return Response(messages.sample_output(answers, of_prompt), media_type=PROTOBUF)
@@ -98,3 +100,22 @@ def _sampled(result: dict[str, Any], arrays: dict[str, list[float]]) -> list[tup
         answers.append((bool(finished), arrays["tokens"][at:end], arrays["logprobs"][at:end]))
         at = end
     return answers
+
+
+def _scored(asked: dict[str, Any], arrays: dict[str, list[float]]) -> Scored:
+    """What is told of the prompt's tokens. The child tells it at the place of the token before."""
+    most, last = asked.get("prompt_top", 0), asked.get("prompt_last")
+
+    def shifted(name: str, wide: int, unknown: float) -> list[float] | None:
+        if (found := arrays.get(name)) is None:
+            return None
+        places = len(found) // wide
+        before = max(1, 0 if last is None else places - last)
+        return [unknown] * (before * wide) + found[(before - 1) * wide : (places - 1) * wide]
+
+    return Scored(
+        shifted("prompt_logprobs", 1, math.nan),
+        most,
+        [int(one) for one in shifted("prompt_top_tokens", most, 0) or []],
+        shifted("prompt_top_logprobs", most, messages.UNKNOWN) or [],
+    )

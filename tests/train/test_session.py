@@ -203,6 +203,32 @@ def test_answers_have_the_logprobs_that_a_forward_pass_gives(child: InThread) ->
     assert np.allclose(np.concatenate(expected), found["logprobs"], atol=1e-5)
 
 
+def test_the_likeliest_tokens_of_a_prompt_are_those_of_its_whole_distribution(child: InThread, tiny_dir: Path) -> None:
+    saved, _ = child.ask("save", model="a", name="for-likeliest")
+    model = reference(tiny_dir, Path(saved["folder"])).eval()
+    asked = {"model": "a", "max_tokens": 1, "prompt_top": 5, "prompt_logprobs": True}
+    _, found = child.ask("generate", examples(*ROWS, [9]), **asked)
+    best, ids = found["prompt_top_logprobs"], found["prompt_top_tokens"]
+    _, alone = child.ask("generate", examples(*ROWS, [9]), **{**asked, "prompt_top": 0})
+    assert np.array_equal(found["prompt_logprobs"], alone["prompt_logprobs"])
+    at = 0
+    for row in [*ROWS, [9]]:
+        with torch.no_grad():
+            whole = torch.log_softmax(model(input_ids=torch.tensor([row])).logits[0].float(), -1)
+        count = len(row) - 1
+        mine = torch.from_numpy(best[at : at + count].copy())
+        assert torch.allclose(mine, whole[:count].topk(5).values, atol=1e-5, rtol=0)
+        by_id = whole[:count].gather(-1, torch.from_numpy(ids[at : at + count].copy()).long())
+        assert torch.allclose(mine, by_id, atol=1e-5, rtol=0)
+        at += len(row)
+        assert not best[at - 1].any() and not ids[at - 1].any(), "nothing is behind the last token"
+    _, last = child.ask("generate", examples(ROWS[0]), **asked, prompt_last=2)
+    assert not last["prompt_top_logprobs"][:3].any() and not last["prompt_logprobs"][:3].any()
+    assert np.allclose(last["prompt_top_logprobs"][3:5], best[3:5], atol=1e-6)
+    header, _ = child.answer("generate", examples(ROWS[0]), model="a", max_tokens=1, prompt_top=101)
+    assert "prompt_top" in header["error"]["field"] and "100" in header["error"]["message"]
+
+
 def test_a_saved_adapter_answers_as_it_did_when_it_was_saved(child: InThread) -> None:
     """Read by its folder, it gives the bits of the adapter then, while that goes on as if nobody had looked."""
     child.ask("create", model="kept", method={**LORA, "lora_dropout": 0.1}, seed=9)

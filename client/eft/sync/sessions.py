@@ -104,7 +104,8 @@ class TrainingSession:
         **options: Any,
     ) -> OperationResult:
         """Answers to prompts of token ids; `model` None: of the base alone. `folder`: of a saved adapter. Options:
-        `num_samples`, `temperature`, `top_p`, `top_k`, `stop`, `seed`, `prompt_logprobs`."""
+        `num_samples`, `temperature`, `top_p`, `top_k`, `stop`, `seed`, `prompt_logprobs`, `prompt_top`, `prompt_last`.
+        """
         batch = [{"tokens": prompt} for prompt in prompts]
         return self.ask({"op": "generate", "max_tokens": max_tokens, **_reader(model, folder), **options}, batch)
 

@@ -17,6 +17,8 @@ Folder = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MOST_NEW_TOKENS = 1 << 20
+MOST_LIKELIEST = 100
+"""Likeliest tokens of a place that can be asked for."""
 
 
 class OfModel(SpecModel):
@@ -128,6 +130,10 @@ class Generate(OfModelOrBase):
     seed: Seed = 0
     prompt_logprobs: bool = False
     """Return the log-probability of each token of the prompts, as `logprobs` does."""
+    prompt_top: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] = 0
+    """Return the likeliest tokens in the place of each token of the prompts, so many, with their log-probabilities."""
+    prompt_last: Annotated[int, Field(ge=1)] | None = None
+    """Look so at the last tokens of each prompt only, so many; null: at all but the first."""
 
 
 class Logprobs(OfModelOrBase):

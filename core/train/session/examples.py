@@ -8,7 +8,7 @@ With `targets` [tokens, choices] each token has several, and `weights` are of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors import SafetensorError
@@ -137,6 +137,13 @@ def _shifted(rows: list[Tensor]) -> list[Tensor]:
     return [torch.cat([row[1:], end]) for row in rows]
 
 
+def last_targets(example: SessionExample, count: int) -> SessionExample:
+    """The same without targets that are not among the last tokens, so many."""
+    targets = example.targets.clone()
+    targets[: max(0, len(targets) - 1 - count)] = NO_TARGET
+    return replace(example, targets=targets)
+
+
 def passes(examples: list[SessionExample], tokens: int, together: int = 1) -> Iterator[list[int]]:
     """Places of the examples that go through the model at once: `tokens` at most with padding, in their order, groups
     of `together` never apart."""
@@ -169,11 +176,12 @@ def batch_of(examples: list[SessionExample], pad_token_id: int) -> Batch:
 
 
 def spread(examples: list[SessionExample], found: list[Tensor]) -> Tensor:
-    """Numbers of the targets in the places of their tokens, 0 elsewhere: float32 [all tokens], or [all tokens x
-    choices]."""
+    """Numbers of the targets in the places of their tokens, 0 elsewhere: [all tokens], or [all tokens x choices];
+    float32, or whole numbers as they are."""
     parts = []
     for example, numbers in zip(examples, found, strict=True):
-        whole = torch.zeros(len(example.tokens), *numbers.shape[1:])
+        kind = torch.float32 if numbers.is_floating_point() else numbers.dtype
+        whole = torch.zeros(len(example.tokens), *numbers.shape[1:], dtype=kind)
         whole[example.asked] = numbers.cpu()
         parts.append(whole.flatten())
     return torch.cat(parts)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from core.spec.session.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, Custom, DPOPairs, ImportanceSampling, Losses
 from core.train.batch import Batch
 from core.train.logits import label_hidden, label_logits
+from core.train.loss.likeliest import likeliest
 from core.train.loss.linear_cross_entropy import token_logprobs
 from core.train.policy import PolicyModel
 from core.train.session.examples import CHOICES, SessionExample
@@ -56,6 +57,20 @@ def logprobs_of(policy: PolicyModel, batch: Batch) -> Tensor:
     many = hidden.repeat_interleave(choices.shape[1], dim=0)
     found = token_logprobs(many, head.weight, choices.flatten(), bias=head.bias, options=head.options)
     return found.view(choices.shape)
+
+
+def logprobs_and_likeliest(policy: PolicyModel, batch: Batch, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one pass: the log-probability of each target, float32 [targets], and the `most` likeliest tokens in its place:
+    their log-probabilities, float32 [targets, most], and their ids, int64 [targets, most]."""
+    head = policy.whole_logits or policy.head()
+    if isinstance(head, str):
+        logits, targets = label_logits(policy.model, batch)
+        found = torch.log_softmax(logits.float(), dim=-1)
+        best = found.topk(most)
+        return found.gather(-1, targets.unsqueeze(-1)).squeeze(-1), best.values, best.indices
+    hidden, targets = label_hidden(head, batch)
+    own = token_logprobs(hidden, head.weight, targets, bias=head.bias, options=head.options)
+    return own, *likeliest(hidden, head.weight, most, bias=head.bias, options=head.options)
 
 
 def rows_together(loss: Losses) -> int:

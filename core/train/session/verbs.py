@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -32,9 +32,18 @@ from core.train.engine import Engine
 from core.train.generation.sampling import SamplingParams
 from core.train.policy import PolicyModel
 from core.train.session.adapter import STATE, SessionAdapter
-from core.train.session.examples import CHOICES, SessionExample, batch_of, passes, read_examples, read_rows, spread
+from core.train.session.examples import (
+    CHOICES,
+    SessionExample,
+    batch_of,
+    last_targets,
+    passes,
+    read_examples,
+    read_rows,
+    spread,
+)
 from core.train.session.faults import BadOperation, NoSuchModel
-from core.train.session.losses import check_loss, logprobs_of, loss_sum, rows_together
+from core.train.session.losses import check_loss, logprobs_and_likeliest, logprobs_of, loss_sum, rows_together
 from core.train.session.resident import ResidentBase
 from core.train.session.shelf import Shelf, check_adapter, method_of
 from core.train.stage import Loss, Totals
@@ -160,6 +169,9 @@ class SessionVerbs:
         if longest is not None and longest < 1:
             words = f"the model has {self.base.longest} positions, prompt and answer together"
             raise BadOperation(words, field="max_tokens", code="beyond_positions")
+        if asked.prompt_top > self.base.vocabulary:
+            words = f"the model has {self.base.vocabulary} tokens, and {asked.prompt_top} of them are asked for"
+            raise BadOperation(words, field="prompt_top")
         prompts = [row.tolist() for row in read_rows(tensors, self.base.vocabulary, longest)]
         end = self.base.tokenizer.eos_token_id
         stops = ([] if end is None else [int(end)]) if asked.stop_token_ids is None else asked.stop_token_ids
@@ -177,7 +189,8 @@ class SessionVerbs:
             answers = engine.complete(
                 prompts, keys, params, slots=self.slots, decode=self.base.tokenizer.decode, between=self.between
             )
-            of_prompts = self._prompt_logprobs(engine, tensors) if asked.prompt_logprobs else {}
+            looked = asked.prompt_logprobs or asked.prompt_top
+            of_prompts = self._of_prompts(engine, asked, tensors) if looked else {}
         flat = [one for mine in answers for one in mine]
         result = {"num_samples": asked.num_samples, "finished": [one.finished for one in flat]}
         return result, of_prompts | {
@@ -186,13 +199,38 @@ class SessionVerbs:
             "logprobs": torch.tensor([value for one in flat for value in one.logprobs], dtype=torch.float32),
         }
 
-    def _prompt_logprobs(self, engine: Engine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _of_prompts(self, engine: Engine, asked: Generate, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Log-probabilities of the prompts' tokens, and the likeliest tokens in their places: a token's are at the
+        place of the one before it, 0 where nothing is asked."""
         examples = self._examples({name: tensors[name] for name in ("tokens", "lengths")})
+        if asked.prompt_last is not None:
+            examples = [last_targets(example, asked.prompt_last) for example in examples]
         places = [at for at, example in enumerate(examples) if bool(example.asked.any())]
-        found = [torch.zeros(0) for _ in examples]
-        for at, values in zip(places, self._logprobs(engine, [examples[at] for at in places]), strict=True):
-            found[at] = values
-        return {"prompt_logprobs": spread(examples, found)}
+        chosen, most = [examples[at] for at in places], asked.prompt_top
+        own = [torch.zeros(0) for _ in examples]
+        likeliest = [torch.zeros(0, most) for _ in examples]
+        ids = [torch.zeros(0, most, dtype=torch.int32) for _ in examples]
+        if most:
+            for at, (mine, best, which) in zip(places, self._likeliest(engine, chosen, most), strict=True):
+                own[at], likeliest[at], ids[at] = mine, best, which.to(torch.int32)
+        else:
+            for at, mine in zip(places, self._logprobs(engine, chosen), strict=True):
+                own[at] = mine
+        found = {"prompt_logprobs": spread(examples, own)} if asked.prompt_logprobs else {}
+        if not most:
+            return found
+        tops = {"prompt_top_logprobs": spread(examples, likeliest), "prompt_top_tokens": spread(examples, ids)}
+        return found | {name: flat.view(-1, most) for name, flat in tops.items()}
+
+    def _likeliest(
+        self, engine: Engine, examples: list[SessionExample], most: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each example what `logprobs_and_likeliest` finds."""
+        for places in passes(examples, self.pass_tokens):
+            self.between()
+            batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
+            found = engine.evaluate(batch, lambda policy, batch: logprobs_and_likeliest(policy, batch, most))
+            yield from zip(*(torch.split(each.cpu(), batch.label_counts()) for each in found), strict=True)
 
     # --- adapters and their folders
 

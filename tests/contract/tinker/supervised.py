@@ -99,10 +99,18 @@ def rest(service: tinker.ServiceClient, training: tinker.TrainingClient) -> dict
     prompt = types.ModelInput.from_ints(ROWS[0])
     from_path = service.create_sampling_client(model_path=named).compute_logprobs(prompt).result()
     after_losses = logprobs(training, ROWS)[0]
+    asked = {"num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=1), "include_prompt_logprobs": True}
+    sampler = service.create_sampling_client(model_path=named)
+    looked = sampler.sample(prompt, topk_prompt_logprobs=3, prompt_logprobs_last_n=4, **asked).result()
+    try:
+        sampler.sample(prompt, topk_prompt_logprobs=101, **asked).result()
+    except tinker.BadRequestError as error:
+        too_many = str(error)
     return {
         "info": training.get_info().model_dump(),
         "next": next_losses,
         "from_path": from_path,
+        "likeliest": [looked.prompt_logprobs, looked.topk_prompt_logprobs, too_many],
         "then": after_losses,
         "rewarded": rewarded,
         "refused": refused,

@@ -95,6 +95,18 @@ def test_the_sampler_has_the_log_probabilities_of_training(told: dict[str, Any])
         assert told[sampler][1:] == pytest.approx(training, abs=3e-6, rel=0)
 
 
+def test_the_likeliest_tokens_of_a_prompt(told: dict[str, Any]) -> None:
+    """At the last places alone, as they were asked for; more than there may be are refused."""
+    own, places, too_many = told["likeliest"]
+    assert own[:2] == [None, None] and own[2:] == pytest.approx(told["from_path"][2:], abs=3e-6, rel=0)
+    assert places[:2] == [None, None] and [len(place) for place in places[2:]] == [3] * 4
+    for logprob, place in zip(own[2:], places[2:], strict=True):
+        values = [value for _, value in place]
+        assert values == sorted(values, reverse=True) and sum(map(math.exp, values)) <= 1
+        assert logprob <= values[0] + 1e-6
+    assert "topk_prompt_logprobs" in too_many and "100" in too_many
+
+
 def test_a_loss_of_the_callers_in_torch(told: dict[str, Any]) -> None:
     custom = told["custom"]
     assert custom["metrics"]["loss:sum"] == pytest.approx(custom["expected"], rel=1e-6)
