@@ -185,7 +185,7 @@ class Scored:
     """What is told of a prompt's tokens."""
 
     logprobs: list[float] | None
-    """Of each token; NaN where nothing is told, as of the first."""
+    """One for each token; NaN where nothing is told, as for the first."""
     most: int
     """Likeliest tokens of a place."""
     tokens: list[int]

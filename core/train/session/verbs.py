@@ -225,7 +225,7 @@ class SessionVerbs:
     def _likeliest(
         self, engine: Engine, examples: list[SessionExample], most: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each example what `logprobs_and_likeliest` finds."""
+        """What `logprobs_and_likeliest` finds for each example."""
         for places in passes(examples, self.pass_tokens):
             self.between()
             batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
