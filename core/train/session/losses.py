@@ -60,8 +60,8 @@ def logprobs_of(policy: PolicyModel, batch: Batch) -> Tensor:
 
 
 def logprobs_and_likeliest(policy: PolicyModel, batch: Batch, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute in one pass the log-probability of each target, float32 [targets], and the `most` likeliest tokens in its place:
-    their log-probabilities, float32 [targets, most], and their ids, int64 [targets, most]."""
+    """Compute in one pass the log-probability of each target, float32 [targets], and the `most` likeliest tokens in its
+    place: their log-probabilities, float32 [targets, most], and their ids, int64 [targets, most]."""
     head = policy.whole_logits or policy.head()
     if isinstance(head, str):
         logits, targets = label_logits(policy.model, batch)
