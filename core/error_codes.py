@@ -376,6 +376,14 @@ FAILURES: dict[str, Code] = {
         "A reward raised an error, took too long, or returned no finite number for some answers.",
         "The message names the rows and the error; mend the reward, or set `stage.reward_error` to `zero` or `skip`.",
     ),
+    "not_a_reward_model": (
+        "The model of a reward `model` gives answers no score.",
+        "Name a job of `stage: reward`, or a sequence classifier with one label over a causal model.",
+    ),
+    "fewer_scored_at_once": (
+        "The device has no memory to score as many answers at once as the reward `model` says.",
+        "None needed; to use that from the start, lower the reward's `batch_size`.",
+    ),
     "reward_address_not_allowed": (
         "The address of a reward `http` is private or loopback.",
         "Use a public address, or let the administrator allow it with EFT_REWARD_ALLOW.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -19,17 +19,20 @@ from core.plan.models.shape import Shape
 from core.settings import Settings
 from core.spec.axes.data import FileSource, HubDataset, PathSource, singles
 from core.spec.axes.method import Full
+from core.spec.axes.rollout.models import model_rewards
 from core.spec.axes.rollout.reward import HttpReward, MathReward, RewardArm
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
-from core.spec.run.chain import ModelChain
+from core.spec.run.chain import ModelChain, RewardModelPin
 from core.spec.run.folder import CHECKPOINTS, SCORES
 from core.spec.run.orders import (
     DatasetOrder,
     MemoryLimit,
     PrepareOrder,
     ResumePoint,
+    RewardModelFolder,
+    RewardModelOrder,
     RunOrder,
     ServingOrder,
     SessionOrder,
@@ -71,6 +74,7 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         model_roots=[str(root) for root in settings.model_roots],
         offline=settings.offline,
         datasets=[DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset)],
+        reward_models=_reward_model_orders(claim, spec) if claim.slot.kind != "preview" else [],
         weights=claim.slot.kind != "preview",
         exports=spec.export if claim.slot.kind != "preview" else [],
         tools=tools_of(spec) if claim.slot.kind != "preview" else [],
@@ -80,6 +84,33 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
     )
+
+
+def pins_of(claim: Claim) -> dict[str, RewardModelPin]:
+    """What reward models that jobs have trained are made of, by the name of the reward."""
+    return {pin.reward: pin for pin in map(RewardModelPin.model_validate, claim.reward_models or [])}
+
+
+def _reward_model_orders(claim: Claim, spec: JobSpec) -> list[RewardModelOrder]:
+    pins = pins_of(claim)
+    return [
+        RewardModelOrder(reward=name, field=field, model=reward.model, chain=pins[name].chain if name in pins else None)
+        for field, name, reward in model_rewards(spec.stage)
+    ]
+
+
+def _reward_model_folders(claim: Claim, prepared: dict[str, Any], layout: Layout) -> list[RewardModelFolder]:
+    """Raises ModelGone."""
+    pins, found = pins_of(claim), []
+    for one in prepared.get("reward_models", ()):
+        folders = {name: str(layout.root / one[name]) for name in FOLDERS if name in one}
+        files = {"model_dir": "config.json", "adapter_dir": TRAINED[False], "tokenizer_dir": "tokenizer_config.json"}
+        if gone := [name for name, folder in folders.items() if not (Path(folder) / files[name]).is_file()]:
+            raise ModelGone(f"the reward model `{one['reward']}` is no longer on the data root ({one[gone[0]]})")
+        pin = pins.get(one["reward"])
+        spec = None if pin is None else JobSpec.model_validate(pin.spec)
+        found.append(RewardModelFolder(reward=one["reward"], source=one["source"], spec=spec, **folders))
+    return found
 
 
 def tools_of(spec: JobSpec) -> list[ToolSet]:
@@ -150,6 +181,7 @@ def run_order(
         cache_dir=str(layout.cache),
         lm_eval_tasks=None if settings.lm_eval_tasks is None else str(settings.lm_eval_tasks.absolute()),
         reward_allow=list(settings.reward_allow),
+        reward_models=[] if claim.slot.kind == "preview" else _reward_model_folders(claim, prepared, layout),
         reward_tokens=None if settings.reward_tokens is None else str(settings.reward_tokens.absolute()),
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
@@ -231,8 +263,13 @@ def portable(prepared: dict[str, Any], layout: Layout) -> dict[str, Any]:
         return str(Path(path).relative_to(layout.root)) if Path(path).is_relative_to(layout.root) else path
 
     datasets = [{**one, "paths": [relative(path) for path in one["paths"]]} for one in prepared.get("datasets", ())]
-    folders = {name: relative(prepared[name]) for name in FOLDERS if name in prepared}
-    return {**prepared, **folders, "datasets": datasets}
+    found = [one | _relative(one, relative) for one in prepared.get("reward_models", ())]
+    told = {"reward_models": found} if found else {}
+    return {**prepared, **_relative(prepared, relative), "datasets": datasets, **told}
+
+
+def _relative(prepared: Mapping[str, Any], relative: Callable[[str], str]) -> dict[str, str]:
+    return {name: relative(prepared[name]) for name in FOLDERS if name in prepared}
 
 
 def with_shape(prepared: dict[str, Any], *, weights: bool) -> dict[str, Any]:
@@ -247,7 +284,9 @@ def with_shape(prepared: dict[str, Any], *, weights: bool) -> dict[str, Any]:
     except (EftError, OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s cannot be planned: %s: %s", folder, type(error).__name__, error)
         return prepared
-    return prepared | {SHAPE: shape.as_dict(), WHOLE: weights}
+    found = [with_shape(one, weights=weights) for one in prepared.get("reward_models", ())]
+    told = {"reward_models": found} if found else {}
+    return prepared | told | {SHAPE: shape.as_dict(), WHOLE: weights}
 
 
 def _file(source: FileSource | PathSource, field: str, roots: Sequence[Path], layout: Layout) -> Path:

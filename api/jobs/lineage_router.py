@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from api.auth.policy import Reading
 from api.deps import App
@@ -31,6 +31,7 @@ _GENERATION: dict[str, Any] = {
     "template_sha256": _HASH,
     "code": {"eft": "1.0.0", "sha256": _HASH},
     "checkpoint": None,
+    "reward_models": [],
     "weights": {"adapter/adapter_model.safetensors": _HASH},
 }
 
@@ -49,6 +50,17 @@ class HashedCode(AttributeDocsModel):
     """Version of eft."""
     sha256: str | None
     """SHA-256 over all sources of the trainer."""
+
+
+class ScoringModel(AttributeDocsModel):
+    """A reward model that scored the answers that a job learned from."""
+
+    reward: str
+    """Name of the reward."""
+    job: str
+    """Job that trained it."""
+    weights: dict[str, str]
+    """SHA-256 of its weights, by path below that job's artifacts."""
 
 
 class Generation(AttributeDocsModel):
@@ -70,6 +82,8 @@ class Generation(AttributeDocsModel):
     code: HashedCode
     checkpoint: str | None = None
     """The checkpoint with which the job after this one began, instead of its weights (`checkpoint.resume_from`)."""
+    reward_models: list[ScoringModel] = Field(default=[])
+    """Those of rewards of `type: model` that jobs have trained."""
     weights: dict[str, str]
     """SHA-256 of the weights and their configuration, by path below the artifacts."""
 

@@ -93,7 +93,8 @@ def view(session: Session, project_id: str, spec: JobSpec, *, free: int | None) 
     model = known(session, spec)
     if model.shape is None:
         return None, model.source
-    shape, rows, seats = model.shape, lengths.rows(session, project_id, spec), ready.seats(session)
+    shape = shapes.with_scorers(session, spec, model.shape)
+    rows, seats = lengths.rows(session, project_id, spec), ready.seats(session)
     takes = fit.sought(spec, shape, rows.longest, ready.training(seats))
     places = [_place(session, project_id, spec, shape, rows, takes, group) for group in _groups(spec, seats)] or [
         _unplaced(spec, shape, rows)

@@ -156,7 +156,8 @@ class PlanPlace(AttributeDocsModel):
     peak_bytes: int
     """On the device, at its most; on a CPU with all that is kept aside in the same memory."""
     moment: str
-    """When that is: `reference`, `loss`, `backward begins`, `backward ends`, `step`, `evaluation` or `rollout`."""
+    """When that is: `reference`, `loss`, `backward begins`, `backward ends`, `step`, `evaluation`, `rollout` or
+    `rewards`."""
     bytes: list[PlanItem]
     """On the device at that moment."""
     host_bytes: int

@@ -22,7 +22,8 @@ from api.notices import service as webhooks
 from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Fault, NotFound, SpecError
-from core.jobs.admission import auto_method, parents, trials
+from core.jobs.admission import auto_method, parents
+from core.jobs.admission.rollouts import reward_models, trials
 from core.jobs.lifecycle import deletion, retention
 from core.jobs.lifecycle.registry import exports
 from core.jobs.lifecycle.submit import Actor, find, retry, submit
@@ -35,6 +36,7 @@ from core.settings import Settings
 from core.spec import hints
 from core.spec.axes.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
+from core.spec.axes.rollout.models import model_rewards
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
@@ -231,8 +233,10 @@ class Jobs:
         spec = self._with_formats(actor, parse_job(document), unsent=unsent)
         faults = [*self._path_faults(spec, rowless=rowless), *self._notify_faults(actor, spec)]
         with self._database.read() as session:
-            spec = spec.model_copy(update={"model": handles.named_model(session, actor, spec.model)})
+            spec = handles.named_models(session, actor, spec)
             spec = parents.settle(session, actor.project_id, spec, ahead)
+            if not preview:
+                reward_models.check(session, actor.project_id, spec, ahead)
             spec = after.settled(session, actor, spec)
             spec = beginning.settled(session, actor, spec, self._settings)
             spec = sized(session, actor.project_id, resolve(spec))
@@ -280,6 +284,10 @@ class Jobs:
                 faults.append(self.path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
             case GGUFModel() | HubModel() | JobModel() | RegistryModel():
                 pass
+        for field, _, reward in model_rewards(spec.stage):
+            if isinstance(reward.model, LocalModel):
+                roots = self._settings.model_roots
+                faults.append(self.path_fault(reward.model.path, roots, f"{field}.path", "EFT_MODEL_ROOTS"))
         for field, source in [] if rowless else _sources(spec):
             if isinstance(source, PathSource):
                 roots = self._settings.data_roots

@@ -21,7 +21,7 @@ from api.http.waiting import Wait, asked_for, has_ended, until
 from api.jobs.service import JSON_TYPES, Jobs, decode
 from api.rewards.schemas import EXAMPLE_ID, SPEC, TrialView, trial_view
 from core.errors import NotFound
-from core.jobs.admission import trials
+from core.jobs.admission.rollouts import trials
 from core.jobs.lifecycle.submit import Actor, stop, submit
 from core.jobs.policies.volume import VolumeLimits
 

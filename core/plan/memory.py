@@ -1,9 +1,10 @@
 """The memory plan of a job: bytes by kind, on the device, on the host and on disk, before anything is loaded. No torch.
 
-The peak of a run is at one of seven moments, and the plan is the largest of them: while the reference of a stage is
+The peak of a run is at one of eight moments, and the plan is the largest of them: while the reference of a stage is
 computed, in the loss, when the backward begins (everything is kept), when it ends (all gradients are there), in the
-optimizer's step, while evaluating, and while answers are sampled. Measuring held-out rows never needs more than
-training, nor does the reference: their passes are no larger, and their logits are chunks, too.
+optimizer's step, while evaluating, while answers are sampled, and while reward models score them. Measuring held-out
+rows never needs more than training, nor does the reference: their passes are no larger, and their logits are chunks,
+too.
 docs/plans.md has the formula in a table; `python -m bench.plan` holds it against what is measured.
 """
 
@@ -26,6 +27,7 @@ from core.plan.constants import (
 )
 from core.plan.device import SLACK_BYTES, Device
 from core.plan.logits import chunked, evaluation_bytes, logits_why, logprobs_bytes, reference_bytes, training_bytes
+from core.plan.models.scorers import scorer_bytes, scoring_bytes
 from core.plan.models.shape import Shape, Weight
 from core.plan.models.weights import WeightBytes, headed, weigh
 from core.plan.optimizers import state_of
@@ -65,10 +67,11 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Plan:
     device: tuple[Item, ...]
-    """On the device at the moment at which it holds most. Kinds: weights, adapter, gradients, optimizer, activations,
-    logits, slots, scratch, slack."""
+    """On the device at the moment at which it holds most. Kinds: weights, reward models, adapter, gradients, optimizer,
+    activations, logits, slots, scratch, slack."""
     moment: str
-    """The moment: `reference`, `loss`, `backward begins`, `backward ends`, `step`, `evaluation` or `rollout`."""
+    """The moment: `reference`, `loss`, `backward begins`, `backward ends`, `step`, `evaluation`, `rollout` or
+    `rewards`."""
     moments: dict[str, int]
     """Bytes at each of the moments."""
     host: tuple[Item, ...]
@@ -166,11 +169,11 @@ def need(spec: JobSpec, shape: Shape, *, longest: int, device: Device) -> Need |
     resident = _plan(spec, shape, longest, device, Decision("none", 0, False, ""))
     streamed = _plan(spec, shape, longest, device, Decision("host", 1, True, ""))
     trained = held.adapter * 4
-    beside = held.stays + trained
+    beside = held.stays + trained + _scorers(spec, shape, device)
     return Need(
         blocks=sum(held.aligned),
         largest_block=held.largest,
-        outside=held.stays,
+        outside=held.stays + _scorers(spec, shape, device),
         trained=trained,
         working=sum(item.bytes for item in resident.device) - sum(held.aligned) - beside,
         working_streamed=sum(item.bytes for item in streamed.device) - held.largest - beside,
@@ -224,6 +227,9 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
         moments["evaluation"] = _evaluating(spec.evaluation, shape, numbers, what, casts, device)
     if isinstance(spec.stage, RolloutStage):
         moments["rollout"] = _answering(spec.stage, shape, numbers, longest, casts)
+    if shape.scorers:
+        scoring = max(scoring_bytes(spec, one, numbers, longest) for one in shape.scorers)
+        moments["rewards"] = [Item("activations", scoring, "of answers in one block of a reward model, nothing kept")]
     before = [item for item in state if item.kind != "optimizer"]  # which has a state from the first step on
     held_at = {name: [*(before if name == "reference" else state), *items] for name, items in moments.items()}
     totals = {name: sum(item.bytes for item in items) for name, items in held_at.items()}
@@ -295,12 +301,22 @@ def _state(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, strea
     streams = stream.where != "none"
     return [
         Item("weights", held.stays if streams else held.weights, _weights_why(spec, shape, streams)),
+        Item("reward models", _scorers(spec, shape, device), _scorers_why(shape)),
         Item("adapter", held.adapter, "in float32"),
         Item("slots", min(stream.slots, shape.layers) * held.largest, f"{stream.slots} of the largest block"),
         Item("optimizer", optimizer, kept.kept),
         Item("scratch", scratch, "dense copies of packed weights for the moment of a product"),
         Item("slack", SLACK_BYTES[device.kind], "the matrix libraries' buffers, the allocator's gaps"),
     ]
+
+
+def _scorers(spec: JobSpec, shape: Shape, device: Device) -> int:
+    return sum(scorer_bytes(spec, one, device) for one in shape.scorers)
+
+
+def _scorers_why(shape: Shape) -> str:
+    names = ", ".join(f"`{one.reward}`" for one in shape.scorers)
+    return f"copies of their own, with their adapters: {names}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ class Step(SpecModel):
     """Letters, digits, dash and underscore, at most 50; unique in the pipeline."""
     job: dict[str, Any]
     """A job as `POST /jobs` takes it. `model` may be left out: it is then the model of the step before. `model: {step:
-    NAME, adapter: merge}` names another step, or says what becomes of its adapter."""
+    NAME, adapter: merge}` names another step, or says what becomes of its adapter. The `model` of a reward may be
+    `{step: NAME}` too."""
     gates: Annotated[list[Gate], Field(max_length=20)] = Field(default=[])
     """Checked when the job has succeeded, before the next step is submitted."""
 
@@ -105,19 +106,34 @@ def step_of(job_id: str) -> int | None:
 
 
 def job_document(spec: PipelineSpec, number: int) -> dict[str, Any]:
-    """The job of a step as a document, its model named by an id. Raises SpecError for a step that is not there."""
-    step = spec.steps[number]
-    model = step.job.get("model", {})
+    """The job of a step as a document, its model and its reward models named by ids. Raises SpecError for a step that
+    is not there."""
+    job = spec.steps[number].job
+    job = {**job, "model": _of_step(spec, number, job.get("model", {}), f"steps.{number}.job.model")}
+    stage = job.get("stage")
+    if not isinstance(stage, dict) or not isinstance(stage.get("reward"), list):
+        return job
+    rewards = []
+    for at, one in enumerate(stage["reward"]):
+        if isinstance(one, dict) and one.get("type") == "model" and "model" in one:
+            place = f"steps.{number}.job.stage.reward.{at}.model"
+            one = {**one, "model": _of_step(spec, number, one["model"], place)}
+        rewards.append(one)
+    return {**job, "stage": {**stage, "reward": rewards}}
+
+
+def _of_step(spec: PipelineSpec, number: int, model: Any, place: str) -> Any:
+    """A model as the job of a step names it, by an id where it is that of an earlier step."""
     if not isinstance(model, dict) or not model.keys() <= STEP_FIELDS or model.get("type", "step") != "step":
-        return step.job
+        return model
     names = [one.name for one in spec.steps[:number]]
     if not names:
         words = "the first step has no earlier step to start from: name its model"
-        raise SpecError(f"steps.0.job.model: {words}", field="steps.0.job.model", code="unknown_step")
+        raise SpecError(f"{place}: {words}", field=place, code="unknown_step")
     wanted = model.get("step", names[-1])
     if wanted not in names:
         known = ", ".join(f"`{name}`" for name in names)
-        field = f"steps.{number}.job.model.step"
+        field = f"{place}.step"
         raise SpecError(f"{field}: no earlier step has this name; there are {known}", field=field, code="unknown_step")
     adapter = {"adapter": model["adapter"]} if "adapter" in model else {}
-    return {**step.job, "model": {"type": "job", "id": stand_in(names.index(wanted)), **adapter}}
+    return {"type": "job", "id": stand_in(names.index(wanted)), **adapter}

@@ -34,7 +34,7 @@ from core.train.data.truncate import DataReport, Truncation, fitted_or_refused
 from core.train.examples.mismatched import arrange, refuse_one_class
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import renderer_of
-from core.train.rollout.rewards import refuse_rows_without
+from core.train.rollout.rewards import columns_of, refuse_rows_without
 from core.train.run import Run
 
 TELL_SECONDS = 3.0
@@ -56,9 +56,9 @@ class RunData:
     rendering: dict[str, Any]
     longest: int
     """Tokens of the longest row in use; of a stream max_length."""
-    columns: list[dict[str, Any]] | None = None
-    """Columns of each training row, where rows are prompts whose answers are rewarded by them."""
-    eval_columns: list[dict[str, Any]] | None = None
+    prompts: list[PromptOnly] | None = None
+    """The training rows, where they are prompts whose answers are rewarded."""
+    eval_prompts: list[PromptOnly] | None = None
     """Those of each held-out row."""
     stream: StreamLoader | None = None
     """With data.streaming; `train` is its first block then."""
@@ -150,11 +150,11 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
         train_record |= {"streaming": True, "counted": "the first block"}
         longest = limit
     described = renderer.describe() | {"template_sha256": _template_sha256(tokenizer)}
-    columns = eval_columns = None
+    prompts = eval_prompts = None
     if isinstance(spec.stage, RolloutStage):
-        columns = _columns(spec.stage, order.train, train, "data.train")
+        prompts = _prompts(spec.stage, order.train, train, "data.train")
         if held is not None and order.eval is not None:
-            eval_columns = _columns(spec.stage, order.eval, held, "data.eval")
+            eval_prompts = _prompts(spec.stage, order.eval, held, "data.eval")
         longest = min(longest, limit - spec.stage.max_completion_length) + spec.stage.max_completion_length
     return RunData(
         train,
@@ -164,25 +164,26 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
         renderer.options,
         described,
         min(longest, limit),
-        columns,
-        eval_columns,
+        prompts,
+        eval_prompts,
         stream,
     )
 
 
-def _columns(stage: RolloutStage, order: DataOrder, prompts: TokenDataset, field: str) -> list[dict[str, Any]]:
-    """The columns of each prompt's row. DataError where a reward reads one that a row does not have."""
+def _prompts(stage: RolloutStage, order: DataOrder, prompts: TokenDataset, field: str) -> list[PromptOnly]:
+    """The row of each prompt. DataError where a reward reads one that a row does not have."""
     _, rows = rows_of(order)
     found = []
     for numbered in rows:
         assert isinstance(numbered.row, PromptOnly)
-        found.append(numbered.row.extra | {"reference": numbered.row.reference})
+        found.append(numbered.row)
     if len(found) != len(prompts):
         raise DataError(
             f"{len(found) - len(prompts)} of {len(found)} prompts have no token at all; remove them",
             field=field,
         )
-    refuse_rows_without(stage.reward, list(zip(prompts.lines.tolist(), found, strict=True)))
+    columns = map(columns_of, found)
+    refuse_rows_without(stage.reward, list(zip(prompts.lines.tolist(), columns, strict=True)))
     return found
 
 

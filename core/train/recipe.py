@@ -39,6 +39,7 @@ from core.train.model.compute import Compute, prepare_compute
 from core.train.model.gemm_limits import describe_row_splits, split_matmuls
 from core.train.model.heads import has_head
 from core.train.model.load import load_tokenizer, pad_token
+from core.train.model.placement import Placement
 from core.train.optim.schedules import Factor, build_schedule
 from core.train.policy import describe_whole_logits
 from core.train.ranks.env import RankEnv
@@ -102,7 +103,7 @@ def train(run: Run) -> None:
     run.ranks.seed(run.spec.training.seed)
     stage, balance = with_balance(run, build_stage(run.spec, data), built.model, data.train.trained)
     state = TrainerState()
-    rollouts = build_rollouts(run, data, tokenizer)
+    rollouts = build_rollouts(run, data, tokenizer, compute.placement)
     loader: StepLoader
     if rollouts is not None:
         loader, total_steps = rollouts, rollouts.total_steps()
@@ -130,6 +131,7 @@ def train(run: Run) -> None:
     parts = (run, compute, data, built, engine, engine.policy)
     record = {name: value for part in parts for name, value in part.about().items()}
     record |= {"packing": packing, "total_steps": total_steps} | balance
+    record |= {} if rollouts is None else rollouts.answerer.about()
     used = loader.rows_until(total_steps) if isinstance(loader, RowLoader) else None
     record |= prepare_reference(run, engine, stage, data, used)
     compute.environment.describe(record, None if run.order.selftest is None else run.order.selftest.get("runtime"))
@@ -146,12 +148,12 @@ def train(run: Run) -> None:
     save(loop, built, tokenizer, data, record)
 
 
-def build_rollouts(run: Run, data: RunData, tokenizer: Any) -> RolloutLoader | None:
+def build_rollouts(run: Run, data: RunData, tokenizer: Any, placement: Placement) -> RolloutLoader | None:
     """The loader of a stage that samples the answers it learns from; None for the others."""
     if not isinstance(run.spec.stage, RolloutStage):
         return None
-    assert data.columns is not None
-    return RolloutLoader(run, run.spec.stage, data.train, data.columns, tokenizer, pad_token(tokenizer))
+    assert data.prompts is not None
+    return RolloutLoader(run, run.spec.stage, data.train, data.prompts, tokenizer, pad_token(tokenizer), placement)
 
 
 def evaluator_of(

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from core.spec.run.exit_codes import EXIT_OK
 from core.spec.run.folder import ORDER_FILE, REFERENCE
-from core.spec.run.orders import RunOrder
+from core.spec.run.orders import RewardModelFolder, RunOrder
+from core.train.base.rng import seed_all
+from core.train.model.heads import with_head
+from core.train.model.load import load_model
 from core.train.recipe import run
 from tests.support.grader import grader
 from tests.support.killed import killed
@@ -28,6 +33,7 @@ CONTINUED = "core.train.policy:PolicyModel.continued"
 VALUES = "core.train.policy:PolicyModel.logprobs_and_values"
 TOKEN, REWARD = "core.train.generation.generator:choose", "core.train.rollout.answers:reward_of"
 GRADED = "core.train.rollout.graders:Graders.values_of"
+SCORED = "core.train.rollout.scorers:Scorer._pass"
 ROLLOUTS = {
     "num_generations": 2, "max_completion_length": 6, "beta": 0.05, "num_iterations": 2, "temperature": 1.5,
     "reward": [{"type": "regex", "pattern": "[a-m]"}], "slots": 3,
@@ -51,6 +57,8 @@ class Case:
     """Tokens of a packed batch; a step is one such batch unless the model is a mixture. 0: rows."""
     graded: bool = False
     """Whether an endpoint of this process rewards the answers."""
+    scored: bool = False
+    """Whether a reward model does, three answers at a time."""
 
 
 CASES = {
@@ -79,6 +87,12 @@ CASES = {
         (GRADED, f"{BACKWARD}#2", GRADED, f"{GRADED}#2"),
         stage=ROLLOUTS | {"type": "grpo"},
         graded=True,
+    ),
+    "grpo with a reward model": Case(
+        [{"prompt": f"say a letter, number {n}"} for n in range(ROWS)],
+        (f"{SCORED}#2", f"{BACKWARD}#2", SCORED, f"{SCORED}#3"),
+        stage=ROLLOUTS | {"type": "grpo"},
+        scored=True,
     ),
     "ppo": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
@@ -112,6 +126,9 @@ def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
     settings = case.stage
     if case.graded:
         settings = settings | {"reward": [{"type": "http", "url": grader().url, "batch_size": 3}]}
+    if case.scored:
+        named = {"type": "local", "path": str(scoring(folder.parent / "reward-model", model_dir))}
+        settings = settings | {"reward": [{"type": "model", "model": named, "batch_size": 3}]}
     training = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "precision": "bf16", "max_length": 64,
         "gradient_accumulation_steps": 1 if case.tokens and not case.experts else 2,
@@ -129,8 +146,21 @@ def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
         **axes,
     )
     order = RunOrder.model_validate_json((made / ORDER_FILE).read_bytes())
-    (made / ORDER_FILE).write_text(order.model_copy(update={"reward_allow": ["127.0.0.1"]}).model_dump_json())
+    more: dict[str, Any] = {"reward_allow": ["127.0.0.1"]}
+    if case.scored:
+        more["reward_models"] = [RewardModelFolder(reward="model", model_dir=str(folder.parent / "reward-model"))]
+    (made / ORDER_FILE).write_text(order.model_copy(update=more).model_dump_json())
     return made
+
+
+def scoring(folder: Path, model_dir: Path) -> Path:
+    """A reward model with a head that nobody trained."""
+    if not folder.exists():
+        seed_all(0)
+        model: Any = with_head(load_model(model_dir, torch.float32), "score", None)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("stage", CASES)

@@ -233,7 +233,7 @@ def claim(attempt: int, resume_from: list[dict[str, object]] | None = None) -> C
     return Claim(
         token=Token(JOB, attempt, "wrk-1"), kind="train", slots=(slot,), owner_id="u", project_id="p",
         spec=spec.model_dump(mode="json"), prepared=None, resume_from=resume_from or [], adjusted={}, settled=None,
-        spent_seconds=0.0, chain=None, lineage=None, request_id=None,
+        spent_seconds=0.0, chain=None, lineage=None, reward_models=None, request_id=None,
     )  # fmt: skip
 
 

@@ -228,7 +228,11 @@ class Publisher:
 def publish_prepared(bucket: Bucket, root: Path, prepared: Mapping[str, Any]) -> None:
     """The model and the data sets that a child has prepared, whatever of them the store lacks; then the names that lead
     to them. Raises StoreAway."""
-    paths = [prepared["model_dir"], *(path for one in prepared.get("datasets", ()) for path in one["paths"])]
+    models = [prepared, *prepared.get("reward_models", ())]
+    paths = [
+        *(one["model_dir"] for one in models),
+        *(path for one in prepared.get("datasets", ()) for path in one["paths"]),
+    ]
     for key in dict.fromkeys(entry for path in paths if (entry := entry_of(path)) is not None):
         if bucket.size(f"{key}/{MANIFEST}") is not None:
             continue

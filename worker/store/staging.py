@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, assert_never
 from urllib.parse import unquote
 
 from sqlalchemy import select
@@ -16,14 +16,15 @@ from core.db.tables import File
 from core.jobs.kinds import Kind
 from core.jobs.lifecycle.claims import Claim
 from core.spec.axes.data import FileSource, HubDataset, singles
-from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model, RegistryModel
+from core.spec.axes.rollout.models import model_rewards
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
 from core.spec.run.checkpoint_names import best_step, progress_of
 from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, SCORES
 from core.spec.run.manifest import MANIFEST
 from core.spec.run.model_cache import GGUF, MODELS, REFS, entry_of, is_gguf_key, merged_key
-from worker.orders import asks_endpoints, resume_point
+from worker.orders import asks_endpoints, pins_of, resume_point
 from worker.store.local_cache import Halted, LocalCache
 
 log = logging.getLogger("eft.worker")
@@ -63,10 +64,10 @@ class Staging:
             self._checkpoints(halted)
 
     def _handed_back(self, halted: Halted) -> None:
-        """The weights of the jobs that this one starts from."""
-        if self._claim.chain is None:
-            return
-        for one in ModelChain.model_validate(self._claim.chain).handed_back:
+        """The weights of the jobs that this one starts from, and of those whose models score its answers."""
+        chains = [pin.chain for pin in pins_of(self._claim).values()]
+        chains += [] if self._claim.chain is None else [ModelChain.model_validate(self._claim.chain)]
+        for one in (handed for chain in chains for handed in chain.handed_back):
             self._hold(f"runs/{one.job}")
             for file in one.files:
                 halted()
@@ -80,23 +81,30 @@ class Staging:
         data = spec.data
         sources = singles(data.train, "data.train") + ([] if data.eval is None else singles(data.eval, "data.eval"))
         names = [source.id for _, source in sources if isinstance(source, HubDataset)]
-        chain = None if self._claim.chain is None else ModelChain.model_validate(self._claim.chain)
-        model = chain.root if chain is not None and chain.root is not None else spec.model
-        if chain is not None and chain.merges:
-            for number in range(1, len(chain.merges) + 1):
-                part = chain.model_copy(update={"merges": chain.merges[:number], "adapter": None})
-                self._copies.folder(f"{MODELS}/{merged_key(part.merged_key)}", halted)
-        match model:
-            case HubModel():
-                names.append(model.id)
-            case GGUFModel() if model.id is not None:
-                names.append(model.id)
-            case GGUFModel() | LocalModel() | JobModel() | RegistryModel():
-                pass  # on this box
+        chain, pins = self._claim.chain, pins_of(self._claim)
+        models = [(spec.model, None if chain is None else ModelChain.model_validate(chain))]
+        for _, name, reward in model_rewards(spec.stage):
+            models.append((reward.model, pins[name].chain if name in pins else None))
+        for model, made_of in models:
+            names += self._known_model(model, made_of, halted)
         for ref in (self._copies.layout.models / REFS).glob("*.json"):
             if any(name in unquote(ref.stem) for name in names):
                 for key in self._named(json.loads(ref.read_bytes())):
                     self._copies.folder(key, halted)
+
+    def _known_model(self, named: Model, chain: ModelChain | None, halted: Halted) -> list[str]:
+        """Bring what was merged for a model; the names of what it stands on."""
+        for number in range(1, len(chain.merges) + 1 if chain is not None else 1):
+            assert chain is not None
+            part = chain.model_copy(update={"merges": chain.merges[:number], "adapter": None})
+            self._copies.folder(f"{MODELS}/{merged_key(part.merged_key)}", halted)
+        match chain.root if chain is not None and chain.root is not None else named:
+            case HubModel(id=name) | GGUFModel(id=str(name)):
+                return [name]
+            case GGUFModel() | LocalModel() | JobModel() | RegistryModel():
+                return []  # on this box
+            case _ as never:
+                assert_never(never)
 
     def _named(self, ref: dict[str, Any]) -> Iterable[str]:
         """Entries of the model cache that a ref leads to."""
@@ -111,7 +119,8 @@ class Staging:
     # -- before a run
 
     def _model(self, prepared: dict[str, Any], halted: Halted) -> None:
-        paths = [prepared["model_dir"]] if "model_dir" in prepared else []
+        models = [prepared, *prepared.get("reward_models", ())]
+        paths = [one["model_dir"] for one in models if "model_dir" in one]
         paths += [path for one in prepared.get("datasets", ()) for path in one["paths"]]
         for key in dict.fromkeys(entry for path in paths if (entry := entry_of(path)) is not None):
             self._hold(key)

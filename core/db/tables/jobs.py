@@ -85,6 +85,9 @@ class Job(Owned, Base):
     lineage: Mapped[list[Any] | None]
     """The jobs behind the model as they were when this one was submitted, nearest first
     (core/jobs/admission/lineage.py)."""
+    reward_models: Mapped[list[Any] | None]
+    """What the reward models that jobs have trained are made of, with the hashes of the weights
+    (core/spec/run/chain.py, RewardModelPin)."""
     pipeline_id: Mapped[str | None] = mapped_column(Id, index=True)
     """The pipeline that it is a step of."""
 

@@ -140,6 +140,7 @@ def planned_bytes(session: Session, job: Job, slot: Slot) -> int | None:
     shape = None if isinstance(spec.method, Auto) else shapes.known(session, spec.model)
     if shape is None:
         return None
+    shape = shapes.with_scorers(session, spec, shape)
     try:
         longest = lengths.rows(session, job.project_id, spec).longest
         return plan(spec, shape, longest=longest, device=fit.device_of(slot)).peak

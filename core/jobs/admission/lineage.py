@@ -41,6 +41,10 @@ def entry(session: Session, job: Job) -> dict[str, Any]:
         "template_sha256": (data.get("rendering") or {}).get("template_sha256"),
         "code": {"eft": (environment.get("versions") or {}).get("eft"), "sha256": record.get("code")},
         "checkpoint": None,
+        "reward_models": [
+            {"reward": one["reward"], "job": one["lineage"][0]["job"], "weights": one["lineage"][0]["weights"]}
+            for one in job.reward_models or []
+        ],
         "weights": weights,
     }
 

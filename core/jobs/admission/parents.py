@@ -52,8 +52,8 @@ def settle(session: Session, project_id: str, spec: JobSpec, ahead: Mapping[str,
     if ahead is not None and model.id in ahead:
         parent = ahead[model.id]
     else:
-        row = _find(session, project_id, model.id)
-        _require_succeeded(row)
+        row = find(session, project_id, model.id)
+        require_succeeded(row)
         parent = effective(row.spec, row.settled, row.adjusted or {})
     return _taken_over(spec, model, parent)
 
@@ -63,10 +63,10 @@ def pin(session: Session, project_id: str, spec: JobSpec) -> Pinned | None:
     caller's transaction has ended. Raises as `settle`."""
     if not isinstance(spec.model, JobModel):
         return None
-    parent = _find(session, project_id, spec.model.id, lock=True)
-    _require_succeeded(parent)
-    chain = _chain(session, parent, spec.model.adapter)
-    return Pinned(chain.model_dump(mode="json"), lineage.of_job(session, parent))
+    parent = find(session, project_id, spec.model.id, lock=True)
+    require_succeeded(parent)
+    made_of = chain(session, parent, spec.model.adapter)
+    return Pinned(made_of.model_dump(mode="json"), lineage.of_job(session, parent))
 
 
 def pin_export(session: Session, job: Job) -> ModelChain:
@@ -79,20 +79,20 @@ def pin_export(session: Session, job: Job) -> ModelChain:
     record = session.execute(query).scalar_one_or_none()
     if record is None:
         words = f"`{job.id}` has no {RUN_RECORD_FILE} to write a model card from: train it again"
-        raise _refused(Fault("model_job_gone", words, "model.id"))
+        raise refused(Fault("model_job_gone", words, "model.id"))
     files = [*handed.files, WeightFile(path=record.path, bytes=record.bytes, sha256=record.sha256)]
     before = ModelChain.model_validate(job.chain) if job.chain is not None else base_of(job)
     return before.model_copy(update={"adapter": handed.model_copy(update={"files": files})})
 
 
-def require(session: Session, project_id: str, chain: Mapping[str, Any]) -> None:
+def require(session: Session, project_id: str, chain: Mapping[str, Any], *, field: str = "model.id") -> None:
     """Raises SpecError where a job whose weights a chain names was deleted; else none of them can be, before the
     caller's transaction has ended."""
     needed = ModelChain.model_validate(chain).jobs
     query = select(Job.id).where(Job.id.in_(needed), Job.project_id == project_id).with_for_update(read=True)
     if lost := sorted(set(needed) - set(session.execute(query).scalars())):
         words = f"this job starts from the weights of `{lost[0]}`, which was deleted: train that job again"
-        raise _refused(Fault("model_job_gone", words, "model.id"))
+        raise refused(Fault("model_job_gone", words, field))
 
 
 def built_on(session: Session, job: Job) -> str | None:
@@ -125,16 +125,18 @@ def words_of_use(child: str, what: str) -> str:
     return f"`{child}` was made from {what} and needs it: delete `{child}` first"
 
 
-def _find(session: Session, project_id: str, job_id: str, *, lock: bool = False) -> Job:
+def find(session: Session, project_id: str, job_id: str, *, lock: bool = False, field: str = "model.id") -> Job:
+    """The job or upload that has made a model. Raises NotFound."""
     query = select(Job).where(Job.id == job_id, Job.project_id == project_id, Job.kind.in_(MADE_BY))
     # Shared: any number of jobs may be submitted over it at once, and it cannot be deleted meanwhile.
     row = session.execute(query.with_for_update(read=True) if lock else query).scalar_one_or_none()
     if row is None:
-        raise NotFound(f"there is no job `{job_id}` in this project", field="model.id")
+        raise NotFound(f"there is no job `{job_id}` in this project", field=field)
     return row
 
 
-def _require_succeeded(job: Job) -> None:
+def require_succeeded(job: Job, *, field: str = "model.id") -> None:
+    """Raises SpecError for a job that has not succeeded."""
     status = Status(job.status)
     if status is Status.SUCCEEDED:
         return
@@ -145,7 +147,7 @@ def _require_succeeded(job: Job) -> None:
             f"`{job.id}` is {status.value}, and has no model before it succeeds: submit both as a pipeline, "
             "or wait for its end"
         )
-    raise _refused(Fault("model_job_not_succeeded", words, "model.id"))
+    raise refused(Fault("model_job_not_succeeded", words, field))
 
 
 def _trains_adapter(spec: JobSpec) -> bool:
@@ -160,7 +162,7 @@ def _taken_over(spec: JobSpec, model: JobModel, parent: JobSpec) -> JobSpec:
     if not isinstance(parent.method, Adapter):
         if adapter is not None:
             words = "that job trained all parameters, so it has no adapter to continue or merge: remove the field"
-            raise _refused(Fault("model_without_adapter", words, "model.adapter"))
+            raise refused(Fault("model_without_adapter", words, "model.adapter"))
         return spec
     named = "method" in spec.model_fields_set
     if adapter is None:
@@ -188,14 +190,14 @@ def _require_head(spec: JobSpec, parent: JobSpec) -> None:
             f"that job is of `stage: {parent.stage.type}`; its model judges text, and `stage: {spec.stage.type}` "
             "cannot start from it; name the job before it"
         )
-        raise _refused(Fault("model_of_another_head", words, "model.id"))
+        raise refused(Fault("model_of_another_head", words, "model.id"))
     model = spec.model
     if isinstance(model, JobModel) and model.adapter == "merge":
         words = (
             f"the adapter of `stage: {parent.stage.type}` has a head of its own, which a merge would lose; "
             "continue the adapter (leave `model.adapter` out), or name the job before it"
         )
-        raise _refused(Fault("model_of_another_head", words, "model.adapter"))
+        raise refused(Fault("model_of_another_head", words, "model.adapter"))
 
 
 def _continued(method: Adapter, parent: Adapter) -> Adapter:
@@ -203,7 +205,7 @@ def _continued(method: Adapter, parent: Adapter) -> Adapter:
     inherited = INHERITED_OFT if isinstance(parent, OFT) else INHERITED
     if isinstance(method, OFT) is not isinstance(parent, OFT):
         words = f"the adapter to continue is one of `{parent.type}`: remove `method`, or set `model.adapter: merge`"
-        raise _refused(Fault("adapter_differs", words, "method"))
+        raise refused(Fault("adapter_differs", words, "method"))
     faults = []
     for name in inherited:
         has, asked = getattr(parent, name), getattr(method, name)
@@ -216,7 +218,8 @@ def _continued(method: Adapter, parent: Adapter) -> Adapter:
     return method.model_copy(update={name: getattr(parent, name) for name in inherited})
 
 
-def _chain(session: Session, parent: Job, adapter: str | None) -> ModelChain:
+def chain(session: Session, parent: Job, adapter: str | None) -> ModelChain:
+    """What a job starts from whose model is that of `parent`. SpecError where its weights are not listed."""
     trained = effective(parent.spec, parent.settled, parent.adjusted or {})
     if not _trains_adapter(trained):
         return ModelChain(weights=handed_back(session, parent, "model"))
@@ -254,11 +257,12 @@ def handed_back(session: Session, job: Job, folder: Any, trained: JobSpec | None
     found = [row for row in rows if row.path.startswith(f"{folder}/")]
     if not any(row.path.endswith(".safetensors") for row in found):
         words = f"`{job.id}` has no {folder} to continue from: train it again"
-        raise _refused(Fault("model_job_gone", words, "model.id"))
+        raise refused(Fault("model_job_gone", words, "model.id"))
     files = [WeightFile(path=row.path, bytes=row.bytes, sha256=row.sha256) for row in found]
     packing = None if trained is None or isinstance(trained.quantization, NoQuantization) else trained.quantization
     return HandedBack(job=job.id, attempt=found[0].attempt, folder=folder, files=files, quantization=packing)
 
 
-def _refused(fault: Fault) -> SpecError:
+def refused(fault: Fault) -> SpecError:
+    """The error of one fault."""
     return SpecError(f"{fault.field}: {fault.message}", field=fault.field, faults=(fault,), code=fault.code)

@@ -17,6 +17,7 @@ from core.jobs.kinds import Kind
 from core.jobs.scheduling import cluster
 from core.jobs.scheduling.cluster import SlotState
 from core.plan.models.shape import Shape
+from core.spec.axes.rollout.models import model_rewards
 from core.spec.job import JobSpec
 
 SHAPE, WHOLE = "shape", "whole"
@@ -33,15 +34,19 @@ class Ready:
 
 def ready(session: Session, job: Job, prepared: dict[str, Any], *, memory_check: bool) -> Ready:
     """What follows for `job` from the end of its preparation."""
-    kept = {name: value for name, value in prepared.items() if name not in (SHAPE, WHOLE)}
+    kept = _without_shapes(prepared)
     about = prepared.get(SHAPE)
     if about is None:
         return Ready(kept, job.queue_key, None)
     spec = auto_method.effective(job.spec, job.settled, job.adjusted or {})
     shapes.remember(session, spec.model, about, replace=bool(prepared.get(WHOLE)))
+    named = {name: reward.model for _, name, reward in model_rewards(spec.stage)}
+    for one in prepared.get("reward_models", ()):
+        if one.get(SHAPE) is not None:
+            shapes.remember(session, named[one["reward"]], one[SHAPE])
     if job.kind != "train" or not memory_check:
         return Ready(kept, job.queue_key, None)
-    shape = Shape.from_dict(about)
+    shape = shapes.with_scorers(session, spec, Shape.from_dict(about))
     longest = lengths.rows(session, job.project_id, spec).longest
     here = seats(session)
     try:
@@ -53,10 +58,18 @@ def ready(session: Session, job: Job, prepared: dict[str, Any], *, memory_check:
     return Ready(kept, str(key), None)
 
 
+def _without_shapes(prepared: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in prepared.items() if name not in (SHAPE, WHOLE)}
+    if "reward_models" in kept:
+        kept["reward_models"] = [_without_shapes(one) for one in kept["reward_models"]]
+    return kept
+
+
 def check(session: Session, project_id: str, spec: JobSpec, shape: Shape | None) -> SpecError | None:
     """The same before it is accepted; None where the shape of its model is not known yet. SpecError as of `plan`."""
     if shape is None:
         return None
+    shape = shapes.with_scorers(session, spec, shape)
     return fit.refusal(spec, shape, lengths.rows(session, project_id, spec).longest, seats(session))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import select
@@ -14,8 +15,9 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Job, ModelShape
-from core.plan.models.shape import Shape
+from core.plan.models.shape import ScorerShape, Shape
 from core.spec.axes.model import JobModel, Model
+from core.spec.axes.rollout.models import model_rewards
 from core.spec.job import JobSpec
 
 log = logging.getLogger("eft.jobs")
@@ -33,6 +35,20 @@ def _of_parent(session: Session, model: JobModel) -> Shape | None:
         return None
     shape = known(session, JobSpec.model_validate(document).model)
     return None if shape is not None and shape.packed and model.adapter == "merge" else shape
+
+
+def with_scorers(session: Session, spec: JobSpec, shape: Shape) -> Shape:
+    """The shape of a job's model with those of its reward models, as far as they are known here."""
+    found = []
+    for _, name, reward in model_rewards(spec.stage):
+        trained, of = None, known(session, reward.model)
+        if isinstance(reward.model, JobModel):
+            columns = select(Job.spec, Job.settled).where(Job.id == reward.model.id)
+            if (row := session.execute(columns).one_or_none()) is not None:
+                trained = JobSpec.model_validate(row.spec | (row.settled["spec"] if row.settled else {}))
+        if of is not None:
+            found.append(ScorerShape(name, of, trained))
+    return replace(shape, scorers=tuple(found))
 
 
 def remember(session: Session, model: Model, shape: dict[str, Any], *, replace: bool = True) -> None:

@@ -55,6 +55,8 @@ class Claim:
     """What a model of `type: job` is made of (core/spec/run/chain.py)."""
     lineage: list[dict[str, Any]] | None
     """The jobs behind it, nearest first."""
+    reward_models: list[dict[str, Any]] | None
+    """What reward models of its rewards are made of (core/spec/run/chain.py, RewardModelPin)."""
     request_id: str | None
     """Id of the request that submitted the job; ties a worker's log to the API's."""
 
@@ -173,6 +175,7 @@ def decide(
         spent,
         job.chain,
         job.lineage,
+        job.reward_models,
         job.request_id,
     )
     data = {"node": node, "slot": names[0]} | ({"slots": names} if len(names) > 1 else {})
@@ -230,6 +233,7 @@ def _settle(session: Session, job: Job, slot: Slot) -> dict[str, Any]:
     """The columns of a job whose method is settled now, by what `slot` has."""
     spec = oom_backoff.apply(JobSpec.model_validate(job.spec), job.adjusted or {})
     shape, rows = shapes.known(session, spec.model), lengths.rows(session, job.project_id, spec)
+    shape = None if shape is None else shapes.with_scorers(session, spec, shape)
     longest = rows.longest
     found = auto_method.settle(spec, shape, longest, slot, rows.training)
     key = Key.parse(job.queue_key)

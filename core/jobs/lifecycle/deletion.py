@@ -28,6 +28,7 @@ from core.db.tables import (
 )
 from core.errors import Conflict, NotFound
 from core.jobs.admission import dependencies, parents
+from core.jobs.admission.rollouts import reward_models
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.registry import exports
@@ -109,6 +110,7 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
     if (waiting := dependencies.waits_for(session, job_id)) is not None:
         words = f"`{waiting}` waits for this job: it can be deleted once `{waiting}` has started or was cancelled"
         raise Conflict(words, field="job_id", code="job_in_use")
+    reward_models.require_unneeded(session, job, "this job's model", field="job_id", code="job_in_use")
     child = parents.built_on(session, job)
     if child is not None:
         raise Conflict(parents.words_of_use(child, "this job's model"), field="job_id", code="job_in_use")

@@ -11,6 +11,7 @@ from core.db.tables import Event, Job, User
 from core.errors import Conflict, NotFound
 from core.ids import new_id
 from core.jobs.admission import branches, dependencies, parents
+from core.jobs.admission.rollouts import reward_models
 from core.jobs.base import outbox
 from core.jobs.base.slots import Key, Needs
 from core.jobs.base.states import FINAL, Status
@@ -125,13 +126,17 @@ def _origin(
     session: Session, actor: Actor, spec: JobSpec, kind: SubmittedKind, retry_of: Job | None, chain: ModelChain | None
 ) -> dict[str, Any]:
     """Columns that say what the job starts from: a job before it, its checkpoints, its weights."""
-    empty = dict.fromkeys(("retry_of", "chain", "lineage", "adjusted", "settled"))
+    empty = dict.fromkeys(("retry_of", "chain", "lineage", "reward_models", "adjusted", "settled"))
     columns: dict[str, Any] = {**empty, "resume_from": []}
     if retry_of is not None:
         columns = {name: getattr(retry_of, name) for name in columns} | {"retry_of": retry_of.id}
         columns["resume_from"] = [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}]
     begins = branches.pin(session, actor.project_id, spec) if retry_of is None and kind == "train" else {}
     columns |= begins
+    if retry_of is None and kind in ("train", "trial"):
+        columns["reward_models"] = reward_models.pin(session, actor.project_id, spec)
+    elif columns["reward_models"] is not None:
+        reward_models.require(session, actor.project_id, columns["reward_models"])
     if chain is not None:
         return columns | {"chain": chain.model_dump(mode="json"), "lineage": None}
     if retry_of is None and not begins:

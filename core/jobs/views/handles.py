@@ -13,6 +13,8 @@ from core.db.tables import File, Job, Pipeline, RegisteredModel, SweepRow, Webho
 from core.errors import Conflict, NotFound
 from core.jobs.base.transitions import Actor
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model, RegistryModel
+from core.spec.axes.rollout.models import with_models
+from core.spec.job import JobSpec
 
 _UPLOAD = re.compile(r"upload-[0-9a-z]{26}")
 LAST = "last"
@@ -101,22 +103,28 @@ def _last(session: Session, actor: Actor, kind: Handled, field: str) -> str:
     return found
 
 
-def named_model(session: Session, actor: Actor, model: Model) -> Model:
+def named_models(session: Session, actor: Actor, spec: JobSpec) -> JobSpec:
+    """The job with its model, and its reward models, as `named_model` has them."""
+    stage = with_models(spec.stage, lambda model, field: named_model(session, actor, model, field=field))
+    return spec.model_copy(update={"model": named_model(session, actor, spec.model), "stage": stage})
+
+
+def named_model(session: Session, actor: Actor, model: Model, *, field: str = "model") -> Model:
     """The model axis of a job with the full id of the job that it names, by whatever handle, or whose entry of the
     registry it names. Raises NotFound and Conflict, as `resolve`."""
     match model:
         case JobModel() if _UPLOAD.fullmatch(model.id):
             return model  # its resolved form: people name its entry of the registry
         case JobModel():
-            return model.model_copy(update={"id": resolve(session, actor, JOB, model.id, field="model.id")})
+            return model.model_copy(update={"id": resolve(session, actor, JOB, model.id, field=f"{field}.id")})
         case RegistryModel():
-            model_id = resolve(session, actor, MODEL, model.id, field="model.id")
+            model_id = resolve(session, actor, MODEL, model.id, field=f"{field}.id")
             entry = select(RegisteredModel.job_id).where(
                 RegisteredModel.id == model_id, RegisteredModel.project_id == actor.project_id
             )
             job_id = session.execute(entry).scalar_one_or_none()
             if job_id is None:
-                raise NotFound(f"there is no model `{model_id}` in this project", field="model.id")
+                raise NotFound(f"there is no model `{model_id}` in this project", field=f"{field}.id")
             return JobModel(id=job_id, adapter=model.adapter)
         case HubModel() | LocalModel() | GGUFModel():
             return model

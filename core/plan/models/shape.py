@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from core.plan.models.headers import (
     weight_files,
 )
 from core.spec.axes.method import Adapter
+from core.spec.job import JobSpec
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj", "dense"]
 """Names of attention projections over the model families; those that a model has are taken."""
@@ -124,6 +125,8 @@ class Shape:
     """The model drops out by itself while it trains (GPT-2): attention's scores, and what each block adds."""
     plain_gelu: bool = False
     """GELU of single operations, each of which keeps something."""
+    scorers: tuple[ScorerShape, ...] = field(default=(), compare=False)
+    """Reward models that are on the device beside the model in a job that is planned."""
 
     # --- where from ----------------------------------------------------------------------------------
 
@@ -197,8 +200,10 @@ class Shape:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON: a few kilobytes, whatever the number of blocks."""
-        return asdict(self)
+        """As JSON, without `scorers`: a few kilobytes, whatever the number of blocks."""
+        about = asdict(replace(self, scorers=()))
+        del about["scorers"]
+        return about
 
     @classmethod
     def from_dict(cls, about: Mapping[str, Any]) -> Shape:
@@ -279,6 +284,18 @@ class Shape:
         )
         outside = (weight.module for weight in self.outside if weight.kind in kinds)
         return frozenset(module for module in outside if wanted(module)), blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerShape:
+    """A reward model."""
+
+    reward: str
+    """Name of the reward."""
+    shape: Shape
+    """Shape of the model, or of the base of its adapter."""
+    spec: JobSpec | None
+    """The job that trained it; None: no job of eft did, and the model is whole."""
 
 
 def _linear(part: Iterable[Weight]) -> Iterator[Weight]:

@@ -85,7 +85,8 @@ class RegistryModel(SpecModel):
     """Use of the model's adapter, as of the model of a job."""
 
 
-def _expand(value: str) -> dict[str, Any]:
+def short_model(value: str) -> dict[str, Any]:
+    """A model that is named by one string."""
     if found := _OWN_ID.fullmatch(value):
         return {"type": "job" if found[1] == "job" else "registry", "id": value}
     if value.endswith(".gguf"):
@@ -101,5 +102,5 @@ SourceModel = HubModel | LocalModel | GGUFModel
 Model = Annotated[
     SourceModel | JobModel | RegistryModel,
     Field(discriminator="type"),
-    short_form(_expand, "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    short_form(short_model, "HuggingFaceTB/SmolLM2-135M-Instruct"),
 ]

@@ -84,3 +84,18 @@ class ModelChain(SpecModel):
             "merges": [(one.sha256, one.packing) for one in self.merges],
         }
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+
+
+class RewardModelPin(SpecModel):
+    """A job's model that scores the answers of another one."""
+
+    reward: str
+    """Name of the reward."""
+    field: str
+    """Where the job names the model."""
+    chain: ModelChain
+    """What it is made of; its `adapter` has the head."""
+    spec: dict[str, Any]
+    """The job that trained it, with what `method: auto` came to: how its rows were rendered, and its weights packed."""
+    lineage: list[dict[str, Any]]
+    """The job that trained it and the jobs behind that one, nearest first."""

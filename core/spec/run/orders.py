@@ -10,6 +10,7 @@ from pydantic import Field
 from core.spec.axes.data import Columns, Format, HashSplit, HubDataset
 from core.spec.axes.export import Export
 from core.spec.axes.model import Model
+from core.spec.axes.rollout.reward import RewardModelSource
 from core.spec.base import SpecModel
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
@@ -82,6 +83,23 @@ OF_ROWS = ("data", "batching", "training", "stage.", "resources.gpus")
 OF_LENGTH = ("training.max_steps", "training.num_train_epochs", "training.max_grad_norm", "training.attention")
 
 
+class RewardModelFolder(SpecModel):
+    """A reward model, as it was prepared."""
+
+    reward: str
+    """Name of the reward."""
+    model_dir: str
+    """Folder of the model in Hugging Face format: with the head, or the base of the adapter."""
+    adapter_dir: str | None = None
+    """Folder of the adapter that has the head; null: `model_dir` has it."""
+    tokenizer_dir: str | None = None
+    """Folder of the tokenizer; null: `model_dir`."""
+    source: dict[str, Any] = Field(default_factory=dict)
+    """Where it came from, for the run record."""
+    spec: JobSpec | None = None
+    """The job that trained it: rendering of its rows, format of its weights; null: no job of eft did."""
+
+
 class RunOrder(SpecModel):
     """What a batch child is to do: `python -m core.train RUN_DIR`."""
 
@@ -127,6 +145,8 @@ class RunOrder(SpecModel):
     """Hosts and networks that the reward `http` may ask although they are not public."""
     reward_tokens: str | None = None
     """File of tokens for endpoints of the reward `http`."""
+    reward_models: list[RewardModelFolder] = Field(default=[])
+    """Reward models that score answers, one for each reward of `type: model`."""
     trial_prompts: int | None = None
     """Prompts that the untrained model answers to try the rewards, in place of a training; null: it trains."""
     world_size: int = Field(default=1, ge=1)
@@ -167,6 +187,16 @@ class DatasetOrder(SpecModel):
     source: HubDataset
 
 
+class RewardModelOrder(SpecModel):
+    """A reward model to be brought, and where the job names it."""
+
+    reward: str
+    field: str
+    model: RewardModelSource
+    chain: ModelChain | None = None
+    """What the model of a job is made of."""
+
+
 class PrepareOrder(SpecModel):
     """Bring a model onto this data root: `python -m core.train.entry.prepare RUN_DIR`. Needs no GPU."""
 
@@ -183,6 +213,7 @@ class PrepareOrder(SpecModel):
     """Roots below which `local` folders and `gguf` files may lie."""
     offline: bool = False
     datasets: list[DatasetOrder] = Field(default_factory=list)
+    reward_models: list[RewardModelOrder] = Field(default_factory=list)
     weights: bool = True
     """False: tokenizer and configuration are enough, for a preview."""
     exports: list[Export] = Field(default=[])

@@ -24,13 +24,14 @@ from core import HOME
 from core.errors import EftError, SpecError
 from core.plan import compatibility
 from core.spec.axes.data import FileSource, HubDataset, PathSource
+from core.spec.axes.rollout.models import model_rewards
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import ARTIFACTS, EVENTS_FILE, LOG_FILE, ORDER_FILE
-from core.spec.run.orders import RunOrder
+from core.spec.run.orders import RewardModelFolder, RewardModelOrder, RunOrder
 from core.train.entry.jobfile import document, located, several
 
 POLL_SECONDS = 0.1
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrder:
-    from core.train.entry.prepare import prepare_model  # reads models: seconds
+    from core.train.entry.prepare import prepare_model, prepare_reward_model  # reads models: seconds
     from core.train.export.prepare import prepare_exports
     from core.train.hub.datasets import prepare_dataset
     from core.train.hub.model_cache import ModelCache
@@ -94,7 +95,19 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
             return located(source, field)
 
         train, held_out = data_orders(spec.data, found)
-        prepared = prepare_model(spec.model, args.models_dir.absolute(), None, args.offline, told)
+        models_dir = args.models_dir.absolute()
+        prepared = prepare_model(spec.model, models_dir, None, args.offline, told)
+        scorers = [
+            prepare_reward_model(
+                RewardModelOrder(reward=name, field=field, model=reward.model),
+                models_dir,
+                None,
+                None,
+                args.offline,
+                told,
+            )
+            for field, name, reward in model_rewards(spec.stage)
+        ]
         cache_dir = args.models_dir.absolute().parent / "cache"
         prepare_exports(spec.export, prepared.model_dir, cache_dir, offline=args.offline)
     return RunOrder(
@@ -105,6 +118,7 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
         model_source=prepared.source,
         train=train,
         eval=held_out,
+        reward_models=[RewardModelFolder.model_validate(one) for one in scorers],
         cache_dir=str(cache_dir),
         world_size=spec.resources.gpus,
     )

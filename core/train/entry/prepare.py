@@ -25,7 +25,7 @@ from core.spec.run.events import FailureClass
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.model_cache import MODEL, gguf_key, merged_key, unpacked_key
-from core.spec.run.orders import PrepareOrder
+from core.spec.run.orders import PrepareOrder, RewardModelOrder
 from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
 from core.train.base.events import EventWriter
@@ -65,6 +65,12 @@ class Prepared:
     """Adapter that is to be trained further."""
     tokenizer_dir: Path | None = None
     """Folder of the tokenizer; None: `model_dir`."""
+
+    @property
+    def more_folders(self) -> dict[str, str]:
+        """The folders beside `model_dir`, by name."""
+        folders = {"adapter_dir": self.adapter_dir, "tokenizer_dir": self.tokenizer_dir}
+        return {name: str(folder) for name, folder in folders.items() if folder is not None}
 
 
 def prepare_tokenizer(
@@ -170,6 +176,43 @@ def prepare_chain(
     adapter = folders[id(chain.adapter)]
     require_fit(adapter, found.model_dir)
     return replace(found, adapter_dir=adapter, tokenizer_dir=adapter if has_tokenizer(adapter) else None)
+
+
+def prepare_reward_model(
+    one: RewardModelOrder,
+    models_dir: Path,
+    runs_dir: Path | None,
+    roots: list[Path] | None,
+    offline: bool,
+    on_progress: OnProgress,
+) -> dict[str, Any]:
+    """Bring a reward model here; its entry in the result. Raises as `prepare_chain`, with the field of the reward."""
+    try:
+        if one.chain is not None and runs_dir is not None:
+            found = prepare_chain(one.chain, models_dir, runs_dir, roots, offline, on_progress)
+        else:
+            found = prepare_model(one.model, models_dir, roots, offline, on_progress)
+            require_score(found.model_dir)
+    except ModelError as error:
+        field = f"{one.field}{(error.field or 'model').removeprefix('model')}"
+        raise ModelError(f"the reward model `{one.reward}`: {error.message}", field=field, code=error.code) from error
+    return {
+        "reward": one.reward, "model_dir": str(found.model_dir), "source": found.source, **found.more_folders
+    }  # fmt: skip
+
+
+def require_score(folder: Path) -> None:
+    """ModelError where the model in a folder has not the head of a reward model."""
+    about = model_files.read_json(folder / "config.json", field="model")
+    name = str((about.get("architectures") or [""])[0])
+    labels = about.get("num_labels") or len(about.get("id2label") or ()) or 2  # transformers writes neither for two
+    if not name.endswith("ForSequenceClassification") or labels != 1:
+        raise ModelError(
+            f"its config.json describes {name or 'no class'} with {labels} labels, and a reward model is a "
+            "…ForSequenceClassification with one: name the `model/` of a reward model, or a job of `stage: reward`",
+            field="model",
+            code="not_a_reward_model",
+        )
 
 
 def _merged(
@@ -418,6 +461,10 @@ def main(arguments: list[str]) -> int:
             for tools in order.tools:
                 place = "stage.reward" if tools == "math" else "tracking"
                 install(tools, cache_dir, offline=order.offline, field=place)
+        runs = None if order.runs_dir is None else Path(order.runs_dir)
+        scorers = [
+            prepare_reward_model(one, models_dir, runs, roots, order.offline, progress) for one in order.reward_models
+        ]
         datasets = []
         for one in order.datasets:
             paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)
@@ -440,8 +487,9 @@ def main(arguments: list[str]) -> int:
         "summary": prepared.summary,
         "datasets": datasets,
     }
-    folders = {"adapter_dir": prepared.adapter_dir, "tokenizer_dir": prepared.tokenizer_dir}
-    result |= {name: str(folder) for name, folder in folders.items() if folder is not None}
+    if scorers:
+        result["reward_models"] = scorers
+    result |= prepared.more_folders
     events.write("result", result=result, artifacts=[])
     return EXIT_OK
 

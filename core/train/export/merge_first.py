@@ -8,12 +8,11 @@ from typing import Any
 
 from peft import PeftConfig, PeftModel
 
-from core.spec.axes.quantization import NF4, Int8, Quantization
+from core.spec.axes.quantization import Quantization
 from core.train.base.reading import reading
 from core.train.export.merge import write_merged
-from core.train.model.load import load_model, packed_as, saved_dtype
-from core.train.quant.model import load_quantized
-from core.train.quant.targets import QuantOptions
+from core.train.model.as_trained import load_as_trained
+from core.train.model.load import saved_dtype
 from core.train.vocabulary.new_tokens import grow
 
 WEIGHTS = ("adapter_", "README")
@@ -26,7 +25,7 @@ def write_merged_model(base: Path, adapter: Path, quantization: Quantization | N
     result is the model that was trained. ModelError when they cannot be read together."""
     dtype = saved_dtype(base)
     with reading("the adapter of an earlier job"):
-        model: Any = _load(base, dtype, quantization)
+        model: Any = load_as_trained(base, dtype, quantization)
         config: Any = PeftConfig.from_pretrained(str(adapter))
         if rows := getattr(config, "trainable_token_indices", None):
             grow(model, next(iter(rows.values())))
@@ -35,16 +34,3 @@ def write_merged_model(base: Path, adapter: Path, quantization: Quantization | N
     for path in adapter.iterdir():
         if path.is_file() and not path.name.startswith(WEIGHTS):
             shutil.copyfile(path, folder / path.name)
-
-
-def _load(base: Path, dtype: Any, quantization: Quantization | None) -> Any:
-    match quantization:
-        case NF4(double=double, skip_modules=skip):
-            options = QuantOptions(format="nf4", double=double, skip=tuple(skip))
-        case Int8(block_size=block, skip_modules=skip):
-            options = QuantOptions(format="int8", block=block, skip=tuple(skip))
-        case _ if packed_as(base) is not None:
-            options = QuantOptions(format="nf4")
-        case _:
-            return load_model(base, dtype)
-    return load_quantized(base, dtype, options)[0]

@@ -103,7 +103,7 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     `longest`: tokens of the longest row.
     """
     spec = run.spec
-    stream = choose_stream(spec, run.model_dir, placement, longest, run.order.memory_bytes)
+    stream = choose_stream(spec, run.model_dir, placement, longest, run.order.memory_bytes, run.order.reward_models)
     if not isinstance(spec.memory.stream, NoStream):
         words = f"frozen blocks are streamed from {stream.where}" if stream.where != "none" else "no block is streamed"
         run.notice("stream", f"{words}: {stream.reason}")

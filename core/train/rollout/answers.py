@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from core.errors import DataError
-from core.spec.axes.rollout.reward import HttpReward, ProgramReward, names_of
+from core.spec.axes.rollout.reward import HttpReward, ModelReward, ProgramReward, names_of
 from core.spec.axes.rollout.stages import RolloutStage
 from core.train.engine import Engine
 from core.train.evaluation.held_out import describe_batches
 from core.train.evaluation.samples import stop_tokens
 from core.train.generation.sampling import Completion, Key, SamplingParams
+from core.train.model.placement import Placement
 from core.train.rollout.graders import Graders
 from core.train.rollout.programs import AnsweredPrompt, AnswerFault, Value, open_sandbox, refuse_unreadable, values_of
 from core.train.rollout.rewards import Columns, name_rows, reward_of
+from core.train.rollout.scorers import build_scorers
 from core.train.run import Run
 
 
@@ -46,8 +48,9 @@ class Judged:
 class Answerer:
     """Samples answers and rewards them. `engine` is set once it is built."""
 
-    def __init__(self, run: Run, stage: RolloutStage, tokenizer: Any) -> None:
-        """NoSandbox where a reward needs the sandbox and this machine has none; ToolsMissing; as Graders."""
+    def __init__(self, run: Run, stage: RolloutStage, tokenizer: Any, placement: Placement) -> None:
+        """NoSandbox where a reward needs the sandbox and this machine has none; ToolsMissing; as Graders and
+        Scorer."""
         self.run, self.stage, self.tokenizer = run, stage, tokenizer
         self.engine: Engine | None = None
         self.slots = stage.slots
@@ -56,6 +59,8 @@ class Answerer:
         self.sandbox = open_sandbox(stage.reward, run.cache_dir)
         """Where code of users runs. It ends with this process."""
         self.graders = Graders(run, stage.reward)
+        self.scorers = build_scorers(run, stage, placement)
+        """Reward models, by the names of their rewards."""
 
     @property
     def ready(self) -> Engine:
@@ -118,6 +123,8 @@ class Answerer:
                 values = values_of(reward, texts, asked, self.sandbox, self.run.check_stop)
             elif isinstance(reward, HttpReward):
                 values = self.graders.values_of(reward, texts, asked)
+            elif isinstance(reward, ModelReward):
+                values = self.scorers[name].values_of(texts, asked)
             else:
                 values = [
                     reward_of(reward, text, len(answer.tokens), one.columns)
@@ -153,6 +160,10 @@ class Answerer:
             )
         if self.untold("reward_failed"):
             self.run.notice("reward_failed", said)
+
+    def about(self) -> dict[str, Any]:
+        """Entries of the run record."""
+        return {"reward_models": [one.about() for one in self.scorers.values()]} if self.scorers else {}
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from core.data.rows import PromptOnly
 from core.errors import SpecError
 from core.spec.axes.rollout.reward import names_of
 from core.spec.axes.runtime import Generated, HeldOut
@@ -16,8 +17,8 @@ from core.train.evaluation.samples import Answering, Sample, Sampler, shown, spr
 from core.train.feed import RunData
 from core.train.generation.sampling import Completion, Key
 from core.train.rollout.answers import Answerer
-from core.train.rollout.programs import AnsweredPrompt
-from core.train.rollout.rewards import Columns
+from core.train.rollout.programs import answered
+from core.train.rollout.rewards import columns_of
 from core.train.run import Run
 from core.train.stage import Totals
 
@@ -33,8 +34,8 @@ class RewardEvaluator:
 
     answerer: Answerer
     prompts: TokenDataset
-    columns: Sequence[Columns]
-    """Those of each prompt's row."""
+    rows: Sequence[PromptOnly]
+    """The row of each prompt."""
     sampler: Sampler
     """Answers the prompts of `evaluation.samples`."""
     shown_rows: frozenset[int]
@@ -56,7 +57,7 @@ class RewardEvaluator:
         keys: list[list[Key]] = [[(self.seed, EVALUATION, row, sample) for sample in range(count)] for row in rows]
         answers = answerer.sample(prompts, keys, stage.eval_temperature)
         asked = [
-            AnsweredPrompt(int(self.prompts.lines[row]), answerer.text(prompt), self.columns[row])
+            answered(int(self.prompts.lines[row]), answerer.text(prompt), self.rows[row])
             for row, prompt in zip(rows, prompts, strict=True)
         ]
         judged = answerer.judge(answers, [one for one in asked for _ in range(count)])
@@ -93,7 +94,7 @@ class RewardEvaluator:
         return Found(figures, [samples[at] for at in sorted(samples)], [])
 
     def _sample(self, row: int, prompt: Sequence[int], answer: Completion) -> Sample:
-        reference = self.columns[row].get("reference")
+        reference = self.rows[row].reference
         return {
             "row": row,
             "prompt": shown(self.answerer.text(prompt), end=True),
@@ -110,9 +111,9 @@ def build_reward_evaluator(run: Run, answerer: Answerer, data: RunData) -> Rewar
     spec = run.spec.evaluation
     if not isinstance(spec, HeldOut):
         return None
-    if data.eval is None or data.eval_columns is None:
+    if data.eval is None or data.eval_prompts is None:
         raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
-    answerer.refuse_unreadable(data.eval.lines.tolist(), data.eval_columns)
+    answerer.refuse_unreadable(data.eval.lines.tolist(), [columns_of(row) for row in data.eval_prompts])
     wanted, rows = spec.samples, frozenset[int]()
     if isinstance(wanted, Generated):
         rows = frozenset(spread(wanted.rows, len(data.eval)))
@@ -121,4 +122,4 @@ def build_reward_evaluator(run: Run, answerer: Answerer, data: RunData) -> Rewar
         answerer.ready, answerer.tokenizer, spec.per_device_eval_batch_size, data.longest, run.check_stop
     )
     sampler = Sampler(answering, data.eval, wanted, data.options)
-    return RewardEvaluator(answerer, data.eval, data.eval_columns, sampler, rows, run.spec.training.seed)
+    return RewardEvaluator(answerer, data.eval, data.eval_prompts, sampler, rows, run.spec.training.seed)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from core.base.files import sync
+from core.data.rows import PromptOnly
 from core.plan.constants import MOST_ALIKE
 from core.plan.steps import run_steps
 from core.spec.axes.rollout.stages import GRPO, RLOO, GroupStage, LearnsFromAnswers, PPOStage
@@ -29,12 +30,13 @@ from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import StepBatches
 from core.train.data.order import build_order
 from core.train.generation.sampling import Completion, Key
+from core.train.model.placement import Placement
 from core.train.policy import PolicyModel
 from core.train.rollout.answers import Answerer, Judged
 from core.train.rollout.buffer import Rollout, advantages_of, leave_one_out, spread_groups
 from core.train.rollout.estimation import estimate, explained_variance
-from core.train.rollout.programs import AnsweredPrompt
-from core.train.rollout.rewards import Columns
+from core.train.rollout.programs import answered
+from core.train.rollout.rewards import columns_of
 from core.train.run import Run
 from core.train.stages.rollout.sampled import FIGURE
 
@@ -50,14 +52,16 @@ class RolloutLoader:
         run: Run,
         stage: LearnsFromAnswers,
         prompts: TokenDataset,
-        columns: Sequence[Columns],
+        rows: Sequence[PromptOnly],
         tokenizer: Any,
         pad_token_id: int,
+        placement: Placement,
     ) -> None:
-        """`columns`: those of each prompt's row."""
-        self.run, self.stage, self.prompts, self.columns = run, stage, prompts, columns
+        """`rows`: the row of each prompt. Raises as Answerer."""
+        self.run, self.stage, self.prompts, self.rows = run, stage, prompts, rows
+        columns = [columns_of(row) for row in rows]
         self.pad_token_id = pad_token_id
-        self.answerer = Answerer(run, stage, tokenizer)
+        self.answerer = Answerer(run, stage, tokenizer, placement)
         self.answerer.refuse_unreadable(prompts.lines.tolist(), columns)
         self.batch_size = self._saved_batch_size = run.spec.training.per_device_train_batch_size
         self.order = build_order(run.spec, prompts.lengths)
@@ -177,7 +181,7 @@ class RolloutLoader:
         ]
         answers = self.answerer.sample(prompts, keys, self.stage.temperature)
         asked = [
-            AnsweredPrompt(int(self.prompts.lines[row]), self.answerer.text(prompt), self.columns[row])
+            answered(int(self.prompts.lines[row]), self.answerer.text(prompt), self.rows[row])
             for row, prompt in zip(rows, prompts, strict=True)
         ]
         return answers, self.answerer.judge(answers, [one for one in asked for _ in range(each)])

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
+from core.data.rows import PromptOnly
 from core.errors import DataError
 from core.sandbox.sandbox import ProgramLimits, ProgramSandbox
 from core.spec.axes.rollout.reward import CodeReward, MathReward, ProgramReward, PythonReward, RewardArm
-from core.train.rollout.rewards import Columns, extracted, fenced, name_rows, tests_of
+from core.train.rollout.rewards import Columns, columns_of, extracted, fenced, name_rows, tests_of
 from core.train.tools.install import ToolsMissing, find
 
 MATH = (Path(__file__).parent / "math_program.py").read_text(encoding="utf-8")
@@ -38,6 +39,13 @@ class AnsweredPrompt:
     """Line of the row that the prompt is in."""
     prompt: str
     columns: Columns
+    row: PromptOnly | None = None
+    """The row as it was written; None where no reward model asks."""
+
+
+def answered(line: int, prompt: str, row: PromptOnly) -> AnsweredPrompt:
+    """The row in this line, whose prompt the model was asked."""
+    return AnsweredPrompt(line, prompt, columns_of(row), row)
 
 
 def values_of(

@@ -11,6 +11,7 @@ from typing import Any, assert_never
 from jsonschema import Draft202012Validator
 from referencing import Registry
 
+from core.data.rows import PromptOnly
 from core.errors import DataError
 from core.spec.axes.rollout.reward import (
     CodeReward,
@@ -33,6 +34,11 @@ SHOWN = 5
 
 Columns = Mapping[str, Any]
 """Columns of a prompt's row, `reference` among them."""
+
+
+def columns_of(row: PromptOnly) -> dict[str, Any]:
+    """All that rewards may read of a row."""
+    return row.extra | {"reference": row.reference}
 
 
 def reward_of(reward: TextReward, answer: str, tokens: int, columns: Columns) -> float:

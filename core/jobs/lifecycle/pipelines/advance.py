@@ -27,7 +27,8 @@ from core.jobs.policies import audit, quotas
 from core.jobs.policies.volume import NO_BOUNDS, QueueFull, SpecsFull, VolumeLimits
 from core.plan import compatibility
 from core.spec.axes.data import FileSource, singles
-from core.spec.axes.model import JobModel
+from core.spec.axes.model import JobModel, Model
+from core.spec.axes.rollout.models import with_models
 from core.spec.job import JobSpec
 from core.spec.pipeline import Gate, step_of
 from core.spec.resolve import resolve
@@ -163,13 +164,17 @@ def submit_step(
 
 
 def _settled(session: Session, pipeline: Pipeline, steps: list[PipelineStep], step: PipelineStep) -> JobSpec:
-    """The job of a step, with the job of the step that it starts from in the place of what stood for it."""
+    """The job of a step, with the jobs of the steps whose models it names in the place of what stood for them."""
     spec = JobSpec.model_validate(step.spec)
-    if isinstance(spec.model, JobModel) and (number := step_of(spec.model.id)) is not None:
-        made = steps[number].job_id
-        if made is None:
-            raise SpecError(f"step `{steps[number].name}` has no job", code="unknown_step", field="model")
-        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"id": made})})
+
+    def made(model: Model, field: str) -> Model:
+        if not isinstance(model, JobModel) or (number := step_of(model.id)) is None:
+            return model
+        if (job_id := steps[number].job_id) is None:
+            raise SpecError(f"step `{steps[number].name}` has no job", code="unknown_step", field=field)
+        return model.model_copy(update={"id": job_id})
+
+    spec = spec.model_copy(update={"model": made(spec.model, "model"), "stage": with_models(spec.stage, made)})
     spec = resolve(parents.settle(session, pipeline.project_id, spec))
     if refused := compatibility.check(spec):
         first = refused[0]

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session, aliased
 from core.db.tables import Artifact, Job, RegisteredModel
 from core.errors import Conflict, NotFound
 from core.jobs.admission import parents
+from core.jobs.admission.rollouts import reward_models
 from core.jobs.base.states import Status
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.deletion import rows, running_pipeline
@@ -146,5 +147,6 @@ def require_unused(session: Session, job: Job) -> None:
     if (pipeline := running_pipeline(session, job)) is not None:
         words = f"its job is a step of `{pipeline}`, which is running: cancel the pipeline, or wait for its end"
         raise Conflict(words, field="model_id", code="model_in_use")
+    reward_models.require_unneeded(session, job, "this model", field="model_id", code="model_in_use")
     if (child := parents.built_on(session, job)) is not None:
         raise Conflict(parents.words_of_use(child, "this model"), field="model_id", code="model_in_use")

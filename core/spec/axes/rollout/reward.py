@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from core.base.addresses import NotAllowed, parse
+from core.spec.axes.model import HubModel, JobModel, LocalModel, RegistryModel, short_model
 from core.spec.base import SpecModel, by_type, short_form
 
 
@@ -220,6 +221,34 @@ class HttpReward(RewardTerm):
     then each time 30 s, or what `Retry-After` says. What fails then is left to `reward_error`."""
 
 
+RewardModelSource = Annotated[
+    JobModel | RegistryModel | HubModel | LocalModel, Field(discriminator="type"), short_form(short_model)
+]
+"""Where a reward model comes from."""
+
+
+class ModelReward(RewardTerm):
+    """What a reward model gives a prompt and an answer, rendered by its own chat template as the rows that it was
+    trained on: the number that its head puts out at the last token (docs/rollouts.md). It is loaded beside the model
+    that is trained."""
+
+    type: Literal["model"] = "model"
+    model: RewardModelSource
+    """The reward model: a job of `stage: reward` that has succeeded, its entry of the registry, or a folder or hub
+    repository with a sequence classifier of one label."""
+    batch_size: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Answers that are scored at once; fewer once the device had no memory for them."""
+    max_length: Annotated[int, Field(ge=1, le=131_072)] | None = None
+    """Tokens of a prompt and its answer at most, as the reward model counts them. What is longer is left to
+    `reward_error`. Default: the positions that the reward model was built for."""
+
+    @model_validator(mode="after")
+    def _no_adapter_to_use(self) -> ModelReward:
+        if isinstance(self.model, JobModel | RegistryModel) and self.model.adapter is not None:
+            raise ValueError("a reward model is taken as it was handed back: remove `model.adapter`")
+        return self
+
+
 def wrong_schema(document: dict[str, Any]) -> str | None:
     """Why an object is no JSON Schema; None: it is one."""
     from jsonschema import Draft202012Validator, SchemaError  # takes longer to import than all arms together
@@ -246,7 +275,8 @@ RewardArm = Annotated[
     | PythonReward
     | CodeReward
     | MathReward
-    | HttpReward,
+    | HttpReward
+    | ModelReward,
     Field(discriminator="type"),
     short_form(by_type),
 ]

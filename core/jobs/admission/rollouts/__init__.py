@@ -1,0 +1,1 @@
+"""What stages that learn from sampled answers are admitted with: trials of their rewards, and reward models."""
