@@ -52,6 +52,7 @@ from api.serving.router import router as serving_router
 from api.sessions.router import router as sessions_router
 from api.sweeps.router import router as sweeps_router
 from api.tinker import results as tinker_results
+from api.tinker.futures_router import router as tinker_futures_router
 from api.tinker.router import router as tinker_router
 from api.tinker.runs_router import router as tinker_runs_router
 from api.tinker.sampling_router import router as tinker_sampling_router
@@ -95,6 +96,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     sweeps_router,
     sessions_router,
     tinker_router,
+    tinker_futures_router,
     tinker_runs_router,
     tinker_sampling_router,
     serving_router,

@@ -604,6 +604,10 @@ SESSIONS: dict[str, Code] = {
         "Count operations of a model from 1; the same number is the same operation.",
     ),
     "session_in_use": ("An operation of the session waits for its result.", "Park it later, or close it."),
+    "session_operation_cancelled": (
+        "The caller cancelled a sample of the session before it was computed.",
+        "Ask again if you want it.",
+    ),
     "session_ended": ("The session is closed or has failed.", "The message says why; open a new one."),
     "session_needs_folder": ("Sessions do not run over a data root in an object store.", "Use a folder as data root."),
     "no_gradients": ("`step` was called without gradients.", "Call `forward_backward` first."),

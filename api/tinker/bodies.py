@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from core.errors import SpecError
+from core.errors import NotFound, SpecError
 from core.spec.load import load_json, storable
 from core.spec.session.verbs import MOST_LIKELIEST
 
@@ -131,6 +131,35 @@ class SavedPath(Lenient):
 
 class Ticket(Lenient):
     request_id: str
+
+    def place(self) -> tuple[str, int]:
+        """Session and position of the operation. Raises NotFound."""
+        host, _, position = self.request_id.partition(".")
+        if not position.isdecimal() or len(position) > 9:
+            raise NotFound("there is no such request", field="request_id")
+        return host, int(position)
+
+
+class Joined(Lenient):
+    sampling_session_id: str
+
+
+class PolledSampler(Joined):
+    cloned_sampler_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
+class Polled(Lenient):
+    target: PolledSampler
+    prev_cursor: Number = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+
+
+class Moved(Lenient):
+    project_id: str
+
+
+class AskedConfig(Lenient):
+    sdk_version: str = ""
 
 
 M = TypeVar("M", bound=Lenient)

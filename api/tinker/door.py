@@ -34,6 +34,8 @@ RUNS = f"tinker {'_' * 32} m%"
 _RUN = re.compile(r"([0-9a-f]{32}):train:([0-9]{1,10})")
 _PATH = re.compile(rf"tinker://([^/]+)/(weights|sampler_weights)/({bodies.SAVED_NAME})")
 _SESSION = re.compile(r"[0-9a-f]{32}")
+CLONE = 10**9
+"""Numbers of requests that each client of a sampling session has."""
 _CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 _OPTIONS: dict[str, dict[str, str]] = {
     "cross_entropy": {},
@@ -59,6 +61,10 @@ class SamplerId:
 
     def __str__(self) -> str:
         return ":".join(part for part in (self.host, self.source, self.name, self.mark) if part)
+
+    def lane(self, clone: int) -> str:
+        """Where the requests of one of its clients have their numbers."""
+        return "tinker-" + hashlib.sha256(f"{self}/{clone}".encode()).hexdigest()[:48]
 
     @classmethod
     def read(cls, text: str) -> SamplerId:
@@ -221,9 +227,9 @@ class Door:
         operation = _generate(wish, len(rows))
         if sampler.source is not None and sampler.name is not None:
             operation["folder"] = str(self.folder(sampler.source, sampler.name))
-        clone, seq = divmod(wish.seq_id, 10**9)
-        lane = "tinker-" + hashlib.sha256(f"{sampler}/{clone}".encode()).hexdigest()[:48]
-        return self._send(sampler.host, seq, operation, {"tokens": rows, "lengths": [len(rows)]}, lane=lane)
+        clone, seq = divmod(wish.seq_id, CLONE)
+        arrays: dict[str, list[float]] = {"tokens": rows, "lengths": [len(rows)]}
+        return self._send(sampler.host, seq, operation, arrays, lane=sampler.lane(clone))
 
     # --- sessions
 

@@ -3,6 +3,7 @@ not in the OpenAPI document."""
 
 from __future__ import annotations
 
+import re
 import secrets
 from functools import partial
 from typing import Any
@@ -12,13 +13,12 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.auth.policy import Reading, Writing
-from api.deps import App
+from api.deps import App, AppState
 from api.http.body import read_body
 from api.sessions.results import result
 from api.tinker import bases, bodies, door, plain, results, runs
 from api.tinker.door import Door
 from api.tinker.messages import read_pass
-from core.errors import NotFound
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)
 
@@ -33,18 +33,28 @@ CONFIG = {
 }
 """Chunks come in their order: operations are computed in the order in which they come. The last three have SDKs speak
 the newest form of the protocol that they know."""
+SAMPLING = {"sample_use_retrieve_futures": True, "sample_join_sampling_session": True}
+"""For SDKs since SAMPLING_SINCE: one request waits for all samples of a client, not one for each."""
+CANCELS = {"sample_cancel_enabled": True}
+SAMPLING_SINCE = (0, 38)
 
 
 @router.post("/client/config")
-async def client_config(principal: Reading) -> Response:
+async def client_config(request: Request, principal: Reading, app: App) -> Response:
     """How the SDK is to behave."""
-    return JSONResponse(CONFIG)
+    return JSONResponse(CONFIG | (SAMPLING if await _is_new(request, app) else {}))
 
 
 @router.post("/client/dynamic_config")
-async def dynamic_config(principal: Reading) -> Response:
+async def dynamic_config(request: Request, principal: Reading, app: App) -> Response:
     """What of it may change while the SDK runs."""
-    return JSONResponse({})
+    return JSONResponse(CANCELS if await _is_new(request, app) else {})
+
+
+async def _is_new(request: Request, app: AppState) -> bool:
+    body = await read_body(request, app.settings.max_body_bytes)
+    told = bodies.parsed(bodies.AskedConfig, body).sdk_version if body else ""
+    return tuple(int(one) for one in re.findall(r"\d{1,9}", told)[:2]) >= SAMPLING_SINCE
 
 
 @router.get("/healthz")
@@ -155,11 +165,8 @@ async def load_weights(request: Request, principal: Writing, app: App) -> Respon
 async def retrieve_future(request: Request, principal: Reading, app: App) -> Response:
     """The result of a request, once it is there."""
     ticket = bodies.parsed(bodies.Ticket, await read_body(request, app.settings.max_body_bytes))
-    host, _, position = ticket.request_id.partition(".")
-    if not position.isdecimal() or len(position) > 9:
-        raise NotFound("there is no such request", field="request_id")
     of = Door(app, principal)
-    seen = await result(of.sessions, request, principal, host, int(position), HOLD_SECONDS)
+    seen = await result(of.sessions, request, principal, *ticket.place(), HOLD_SECONDS)
     packed = results.PROTOBUF in request.headers.get("accept", "")
     return await run_in_threadpool(results.reply, of, *seen, packed=packed)
 

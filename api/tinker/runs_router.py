@@ -73,7 +73,7 @@ async def set_ttl(request: Request, run_id: str, kind: Kind, label: str, princip
 def publish(run_id: str, kind: Kind, label: str, principal: Writing, app: App) -> Response:
     """Refused: what a project saves is its own."""
     Door(app, principal).saved_as(run_id, kind, label)
-    words = "nothing is published here: what a project saves is seen by its members alone; copy the folder instead"
+    words = "nothing is published here: what a project saves is there for its members, and for nobody else"
     raise SpecError(words, field="path", code="invalid_value")
 
 
@@ -94,3 +94,16 @@ def list_tinker_sessions(principal: Reading, app: App, offset: Offset = 0, limit
 def show_tinker_session(session_id: str, principal: Reading, app: App) -> Response:
     """Models and samplers of a session of the SDK."""
     return JSONResponse(runs.session(Door(app, principal), session_id))
+
+
+@router.put("/sessions/{session_id}/project")
+async def move_session(request: Request, session_id: str, principal: Writing, app: App) -> Response:
+    """A session is in the project of the key that opened it, and stays there."""
+    wish = bodies.parsed(bodies.Moved, await read_body(request, app.settings.max_body_bytes))
+    await run_in_threadpool(runs.session, Door(app, principal), session_id)
+    if wish.project_id not in (principal.project_id, principal.project_name):
+        words = (
+            f"a session stays in the project of its key, `{principal.project_name}`: open it with a key of the other"
+        )
+        raise SpecError(words, field="project_id", code="invalid_value")
+    return Response(status_code=204)

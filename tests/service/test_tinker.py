@@ -64,13 +64,17 @@ def save(here: World, caller: Caller, run: str, seq: int, name: str, **more: Any
     folder = here.layout.session(host) / "saved" / f"w-{seq}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text('{"r": 8}')
+    done(here, host, int(position))
+    return str(reply.json()["request_id"])
+
+
+def done(here: World, host: str, position: int) -> None:
     with here.database.write() as session:
         session.execute(
             update(SessionOperation)
-            .where(SessionOperation.session_id == host, SessionOperation.position == int(position))
+            .where(SessionOperation.session_id == host, SessionOperation.position == position)
             .values(done_at=db_now(), result={})
         )
-    return str(reply.json()["request_id"])
 
 
 def names(here: World, caller: Caller, run: str) -> list[str]:
@@ -192,6 +196,9 @@ def test_noise_is_refused_and_never_a_fault_of_ours(here: World, boss: Caller, r
         "forward": {"model_id": run, "seq_id": 5, "forward_input": {"data": [], "loss_fn": "cross_entropy"}},
         "weights_info": {"tinker_path": f"tinker://{run}/weights/x"},
         "retrieve_future": {"request_id": f"{run}.1"},
+        "retrieve_futures": {"target": {"sampling_session_id": "x:y"}, "prev_cursor": 0, "timeout": 0},
+        "join_sampling_session": {"sampling_session_id": "x:y"},
+        "cancel_future": {"request_id": f"{run}.1"},
     }
     for route, body in routes.items():
         for field in body:
@@ -243,3 +250,54 @@ def test_sparse_tensors_are_written_out_or_refused() -> None:
             messages.numbers([5, 6, 7], shape, indices, "x")
     with pytest.raises(SpecError):
         messages.numbers([5, 6, 7], [2, 2], None, "x")
+
+
+def test_the_ends_of_samples_are_told_in_order_and_a_cancelled_one_is_not_computed(
+    here: World, boss: Caller, rival: Caller, run: str
+) -> None:
+    session = run.partition(":")[0]
+    wish = {"session_id": session, "sampling_session_seq_id": 7, "base_model": MODEL}
+    sampler = send(here, boss, "create_sampling_session", wish).json()["sampling_session_id"]
+    joined = send(here, boss, "join_sampling_session", {"sampling_session_id": sampler}).json()["client_counter"]
+    assert 1 <= joined <= 10**9
+    body = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [1]}]}}
+    body |= {"sampling_params": {"max_tokens": 1}}
+    tickets = [
+        send(here, boss, "asample", body | {"seq_id": clone * 10**9 + at}).json()["request_id"]
+        for clone in (0, joined)
+        for at in range(3)
+    ]
+    mine = tickets[:3]
+
+    def polled(cursor: int = 0, clone: int = 0) -> Any:
+        target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
+        return send(here, boss, "retrieve_futures", {"target": target, "prev_cursor": cursor, "timeout": 0}).json()
+
+    assert polled() == {"completions": [], "cursor": 0}
+    for caller, status in ((rival, 404), (boss, 204), (boss, 204)):
+        assert send(here, caller, "cancel_future", {"request_id": mine[1]}).status_code == status
+    assert polled()["completions"] == [], "it is told behind those before it"
+    assert send(here, boss, "retrieve_future", {"request_id": mine[1]}).json()["category"] == "user"
+    host, _, position = mine[0].partition(".")
+    done(here, host, int(position))
+    ends = polled()
+    assert ends["completions"] == [
+        {"state": "finished", "request_id": mine[0]},
+        {"state": "failed", "request_id": mine[1]},
+    ]
+    assert polled(ends["cursor"]) == {"completions": [], "cursor": ends["cursor"]}
+    assert polled(clone=joined)["completions"] == []
+    step = send(here, boss, "optim_step", {"model_id": run, "seq_id": 4000, "adam_params": {}}).json()["request_id"]
+    refused = send(here, boss, "cancel_future", {"request_id": step})
+    assert refused.status_code == 400 and "accepted" in refused.json()["detail"]
+    target = {"target": {"sampling_session_id": sampler}, "timeout": 0}
+    assert send(here, rival, "retrieve_futures", target).status_code == 404
+    assert send(here, rival, "join_sampling_session", {"sampling_session_id": sampler}).status_code == 404
+
+
+def test_a_newer_sdk_is_told_of_one_request_for_all_samples(here: World, boss: Caller) -> None:
+    for version, new in (("0.37.1", False), ("0.38.0", True), ("1.0", True), ("", False), ("x", False)):
+        told = send(here, boss, "client/config", {"sdk_version": version}).json()
+        assert told.get("sample_use_retrieve_futures", False) is new
+        cancels = send(here, boss, "client/dynamic_config", {"sdk_version": version}).json()
+        assert cancels.get("sample_cancel_enabled", False) is new

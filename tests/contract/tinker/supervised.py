@@ -10,6 +10,7 @@ recipe goes on when a line comes.
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -206,6 +207,28 @@ def of_base(service: tinker.ServiceClient, model: str) -> dict[str, Any]:
     return {"of_base": found, "named": sampler.get_base_model(), "offered": offered}
 
 
+def shared(service: tinker.ServiceClient, training: tinker.TrainingClient, saved: str) -> dict[str, Any]:
+    """A sampler's second client, many samples at once, one that is cancelled, and what a single box has no use for."""
+    listed, refused = service.create_rest_client(), {}
+    listed.assign_session_project(saved.split("/")[2].split(":")[0], "default").result()
+    for name, call in {
+        "publish": lambda: listed.publish_checkpoint_from_tinker_path(saved),
+        "move": lambda: listed.assign_session_project(saved.split("/")[2].split(":")[0], "project-of-others"),
+    }.items():
+        try:
+            call().result()
+        except tinker.BadRequestError as error:
+            refused[name] = str(error)
+    listed.unpublish_checkpoint_from_tinker_path(saved).result()
+    sampler = training.save_weights_and_get_sampling_client()
+    other = pickle.loads(pickle.dumps(sampler))
+    prompt = types.ModelInput.from_ints(ROWS[0])
+    params = types.SamplingParams(max_tokens=4, temperature=1.0, seed=3, stop=[])
+    asked = [one.sample(prompt, num_samples=1, sampling_params=params) for one in (sampler, other) for _ in range(8)]
+    answers = [list(one.result().sequences[0].tokens) for one in asked]
+    return {"refused": refused, "answers": answers}
+
+
 def wait(step: int) -> None:
     print(f"sent {step}", flush=True)
     sys.stdin.readline()
@@ -222,6 +245,7 @@ def main(model: str, what: str) -> dict[str, Any]:
         told["kept"] = kept(service, training, told["saved"])
         told["custom"] = custom(training)
         told["several"] = several(training)
+        told["shared"] = shared(service, training, told["saved"])
         told |= of_base(service, model)
         resumed = service.create_training_client_from_state_with_optimizer(told["saved"])  # it waits for the slot
         told["resumed"] = logprobs(resumed, ROWS)

@@ -142,6 +142,12 @@ def test_what_was_saved_is_listed_and_goes(told: dict[str, Any]) -> None:
     assert "first" in kept["taken"] and kept["gone"] == "NotFoundError"
 
 
+def test_clients_of_one_sampler_and_what_a_single_box_refuses(told: dict[str, Any]) -> None:
+    shared = told["shared"]
+    assert len(shared["answers"]) == 16 and all(answer == shared["answers"][0] for answer in shared["answers"])
+    assert "project" in shared["refused"]["publish"] and "key" in shared["refused"]["move"]
+
+
 def test_kills_in_the_middle_change_no_bit(service: Service, models: Path, told: dict[str, Any]) -> None:
     """kill -9 of the session's child and of the API, while steps are on their way."""
     process = started(service, models, "recipe")
