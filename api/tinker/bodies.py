@@ -42,6 +42,10 @@ class NewRun(Lenient):
     user_metadata: Metadata | None = None
 
 
+class OfSession(Lenient):
+    session_id: str
+
+
 class OfRun(Lenient):
     model_id: str
     seq_id: Number = 0

@@ -19,7 +19,7 @@ from core.db.tables import SessionSave
 from core.errors import NotFound, SpecError
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
-from core.jobs.lifecycle.sessions import records, saves
+from core.jobs.lifecycle.sessions import idle, records, saves
 from core.jobs.lifecycle.sessions.records import FoundSession
 from core.spec.session import tensors
 
@@ -232,6 +232,11 @@ class Door:
         return self._send(sampler.host, seq, operation, arrays, lane=sampler.lane(clone))
 
     # --- sessions
+
+    def heard(self, session_id: str) -> None:
+        """A client lives. One that has made no model yet has no session of ours."""
+        if _SESSION.fullmatch(session_id):
+            idle.heard(self.app.database, self.actor, named(session_id, ""))
 
     def finish(self, session_id: str) -> None:
         """Close the sessions of a client that has ended; what they saved stays."""

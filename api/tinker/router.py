@@ -77,8 +77,10 @@ async def create_tinker_session(principal: Writing) -> Response:
 
 
 @router.post("/session_heartbeat")
-async def heartbeat(principal: Reading) -> Response:
-    """Sessions are parked by their own clock."""
+async def heartbeat(request: Request, principal: Writing, app: App) -> Response:
+    """The program lives: its sessions are parked by their own clock, but not closed as unused."""
+    wish = bodies.parsed(bodies.OfSession, await read_body(request, app.settings.max_body_bytes))
+    await run_in_threadpool(Door(app, principal).heard, wish.session_id)
     return JSONResponse({"type": "session_heartbeat"})
 
 

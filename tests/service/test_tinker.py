@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from api.auth.policy import Role, Scope
 from api.tinker import bases, messages, wire
 from core.db.engine import db_now
 from core.db.tables import Job, SessionOperation, SessionRow
 from core.errors import SpecError
-from core.jobs.lifecycle.sessions import saves
+from core.jobs.lifecycle.sessions import idle, saves
 from tests.support.world import MODEL, Caller, World
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -250,6 +250,34 @@ def test_sparse_tensors_are_written_out_or_refused() -> None:
             messages.numbers([5, 6, 7], shape, indices, "x")
     with pytest.raises(SpecError):
         messages.numbers([5, 6, 7], [2, 2], None, "x")
+
+
+@pytest.mark.both_databases
+def test_a_session_is_not_unused_while_its_program_says_that_it_lives(here: World, boss: Caller, rival: Caller) -> None:
+    run = model(here, boss)
+    session = run.partition(":")[0]
+    with here.database.read() as reading:
+        host = reading.execute(select(Job.id).where(Job.name == f"tinker {session} m0")).scalar_one()
+
+    def used(ago: float | None = None) -> float:
+        with here.database.write() as open_session:
+            if ago is not None:
+                moved = update(SessionRow).where(SessionRow.id == host).values(used_at=db_now() - ago)
+                open_session.execute(moved)
+            return float(open_session.execute(select(SessionRow.used_at).where(SessionRow.id == host)).scalar_one())
+
+    body, old = {"session_id": session, "type": "session_heartbeat"}, used(ago=7200)
+    assert send(here, rival, "session_heartbeat", body).status_code == 200 and used() == old
+    assert send(here, boss, "session_heartbeat", body).json() == {"type": "session_heartbeat"}
+    assert used() > old + 7000
+    with here.database.write() as open_session:
+        assert host not in idle.close_unused(open_session, 1.0)
+    lately = used(ago=30)
+    send(here, boss, "session_heartbeat", body)
+    assert used() == lately, "one write a minute is enough"
+    used(ago=7200)
+    with here.database.write() as open_session:
+        assert host in idle.close_unused(open_session, 1.0)
 
 
 def test_the_ends_of_samples_are_told_in_order_and_a_cancelled_one_is_not_computed(

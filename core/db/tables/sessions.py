@@ -37,7 +37,7 @@ class SessionRow(Owned, Base):
     log_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0)
     """Bytes of the tensors of operations and results that are kept."""
     used_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
-    """When an operation was accepted or answered last."""
+    """When an operation was accepted or answered last; of a parked session also when its program was heard of."""
 
 
 class SessionOperation(Owned, Base):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
+from core.db.engine import Database, db_now
 from core.db.tables import Job, SessionRow
 from core.errors import Conflict
 from core.jobs.base.states import FINAL, Status
@@ -16,6 +16,7 @@ from core.jobs.lifecycle.sessions.records import KIND, VIEW, FoundSession, find
 from core.jobs.policies import audit
 
 _REASON = "parked at the wish of a user; the next operation brings it back"
+HEARD_SECONDS = 60.0
 _THERE = frozenset({Status.PAUSED, Status.PAUSING})
 
 
@@ -41,8 +42,32 @@ def park(session: Session, actor: Actor, session_id: str) -> FoundSession:
     return found
 
 
+def heard(database: Database, actor: Actor, start: str) -> None:
+    """Note that the program lives whose sessions have names that begin so. Only parked ones can be closed as unused,
+    and what is noted of these holds for HEARD_SECONDS, so that most signs of life write nothing."""
+    late = [
+        Job.kind == KIND,
+        Job.status == Status.PAUSED.value,
+        Job.name.startswith(start, autoescape=True),
+        SessionRow.project_id == actor.project_id,
+        SessionRow.used_at < db_now() - HEARD_SECONDS,
+    ]
+    with database.read() as session:
+        ids = [*session.execute(select(SessionRow.id).join(Job, Job.id == SessionRow.id).where(*late)).scalars()]
+    if not ids:
+        return
+    with database.write() as session:
+        session.execute(
+            update(SessionRow)
+            .where(SessionRow.id.in_(ids), SessionRow.used_at < db_now() - HEARD_SECONDS)
+            .values(used_at=db_now())
+            .execution_options(synchronize_session=False)
+        )
+
+
 def close_unused(session: Session, hours: float, most: int = 100) -> list[str]:
-    """Close parked sessions to which no operation has come for so long; their ids."""
+    """Close parked sessions to which no operation has come for so long, nor a sign that their program lives; their
+    ids."""
     query = (
         select(Job)
         .join(SessionRow, SessionRow.id == Job.id)
@@ -52,7 +77,7 @@ def close_unused(session: Session, hours: float, most: int = 100) -> list[str]:
             SessionRow.used_at < db_now() - hours * 3600.0,
         )
     )
-    reason = f"closed: no operation has come for {hours:g} hours (EFT_UNUSED_SESSION_HOURS)"
+    reason = f"closed: nothing has come from its program for {hours:g} hours (EFT_UNUSED_SESSION_HOURS)"
     closed = []
     for job in [*session.execute(query.order_by(Job.id).limit(most)).scalars()]:
         job_id, project_id = job.id, job.project_id
