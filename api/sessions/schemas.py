@@ -62,8 +62,8 @@ class SessionView(AttributeDocsModel):
     """Bytes of tensors that were sent and answered."""
     created_at: str
     used_at: str
-    """When an operation came or was answered last; while it is parked also when a program of Tinker's SDK last said that
-    it lives."""
+    """When an operation came or was answered last; while it is parked, also when a program of Tinker's SDK last said
+    that it lives."""
     finished_at: str | None
     failure: dict[str, Any] | None
     """Once it has failed: class, code, message, field."""
