@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from api.mcp.caller import Caller, Reply
 from api.mcp.tools import (
+    ACTION,
     BY_NAME,
     PLAN,
     SHOW,
@@ -17,6 +18,7 @@ from api.mcp.tools import (
     UPLOAD,
     Document,
     Operation,
+    ToolOfActions,
     parameters_of,
     schema_of,
     shallow_object,
@@ -39,6 +41,12 @@ async def call(name: str, arguments: Mapping[str, Any], caller: Caller, document
         case "compare_jobs":
             return await _compare(arguments, caller)
     operation = BY_NAME.get(name)
+    if isinstance(operation, ToolOfActions):
+        action, arguments = arguments.get(ACTION), {key: value for key, value in arguments.items() if key != ACTION}
+        if not isinstance(action, str) or action not in operation.routes:
+            raise Mistake(f"`{ACTION}` of {name} is one of {', '.join(operation.routes)}")
+        operation = operation.routes[action]
+        name = operation.name
     if operation is None:
         raise Mistake(f"there is no tool `{name}`; there are {', '.join([*BY_NAME, 'describe', 'compare_jobs'])}")
     known = schema_of(operation, document)

@@ -7,6 +7,7 @@ whole, so any API process answers it, and a restart loses nothing.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import mcp_types as types
@@ -20,13 +21,24 @@ from api.auth.permit import lacks
 from api.auth.policy import Principal
 from api.mcp.caller import Caller, Reply
 from api.mcp.calls import COMPARED, Mistake, call
-from api.mcp.tools import OPERATIONS, Document, Operation, operation_of, policy_of, schema_of, words_of
+from api.mcp.tools import (
+    CHOICES,
+    OPERATIONS,
+    Document,
+    Operation,
+    operation_of,
+    policy_of,
+    schema_of,
+    schema_of_choice,
+    words_of,
+)
 from core import __version__
 
 INSTRUCTIONS = (
     "eft fine-tunes language models on the GPUs of this lab. A job is described by one object (the tool `describe` "
     "shows its fields), waits its turn in a queue that everybody shares, trains, and hands back a model. Call "
     "`plan_job` before `submit_job`: it checks the job without storing it, and says what it takes and where it fits. "
+    "A session is a training loop of your own: `open_session`, then `session_verb` for each operation. "
     "Errors name the field and the way out."
 )
 LARGEST_REQUEST = 4 << 20
@@ -68,17 +80,39 @@ _COMPARE = types.Tool(
 def tools_for(principal: Principal, document: Document) -> list[types.Tool]:
     """The tools whose routes the caller's key opens."""
     found = [_tool(each, document) for each in OPERATIONS if lacks(principal, policy_of(each, document)) is None]
-    return [_DESCRIBE, *found, _COMPARE]
+    return [_DESCRIBE, *found, *_choices(principal, document), _COMPARE]
+
+
+def _choices(principal: Principal, document: Document) -> list[types.Tool]:
+    """Tools of several actions, with those of them that the caller's key may take."""
+    found = []
+    for each in CHOICES:
+        routes = {
+            action: route
+            for action, route in each.routes.items()
+            if lacks(principal, policy_of(route, document)) is None
+        }
+        if routes:
+            reads = all(route.method == "GET" for route in routes.values())
+            tool = types.Tool(
+                name=each.name,
+                description=each.words,
+                input_schema=schema_of_choice(replace(each, routes=routes), document),
+                annotations=types.ToolAnnotations(
+                    read_only_hint=reads, destructive_hint=not reads, open_world_hint=False
+                ),
+            )
+            found.append(tool)
+    return found
 
 
 def _tool(operation: Operation, document: Document) -> types.Tool:
     words = words_of(operation, document)
     if operation.fixed.get("dry_run"):
         words = f"Check and plan a job without submitting it. {operation_of(operation, document)['description']}"
-    ends = operation.name in ("cancel_job",)
     about = types.ToolAnnotations(
         read_only_hint=operation.method == "GET" or bool(operation.fixed.get("dry_run")),
-        destructive_hint=ends,
+        destructive_hint=False,
         open_world_hint=False,
     )
     return types.Tool(

@@ -32,6 +32,18 @@ class Operation:
     """Query parameters that it always sends."""
     usual: Mapping[str, Any] = field(default_factory=dict)
     """Defaults that differ from the route's: an answer has to fit into a model's context."""
+    unkeyed: bool = False
+    """The route knows a retry by the body alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOfActions:
+    """A tool that is one of several requests, as its argument `action` says."""
+
+    name: str
+    words: str
+    routes: Mapping[str, Operation]
+    """By their actions."""
 
 
 PLAN = Operation("plan_job", "POST", "/jobs", fixed={"dry_run": "true"})
@@ -49,17 +61,36 @@ OPERATIONS = (
     Operation("job_log", "GET", "/jobs/{job_id}/logs", hidden=("offset",), usual={"tail": 100}),
     Operation("job_samples", "GET", "/jobs/{job_id}/samples"),
     Operation("job_rollouts", "GET", "/jobs/{job_id}/rollouts", usual={"limit": 20}),
-    Operation("pause_job", "POST", "/jobs/{job_id}/pause"),
-    Operation("resume_job", "POST", "/jobs/{job_id}/resume"),
-    Operation("cancel_job", "POST", "/jobs/{job_id}/cancel"),
-    Operation("retry_job", "POST", "/jobs/{job_id}/retry"),
     Operation("list_files", "GET", "/files"),
     Operation("show_file", "GET", "/files/{file_id}"),
     UPLOAD,
     Operation("show_queue", "GET", "/queue"),
     Operation("list_gpus", "GET", "/gpus"),
+    Operation("open_session", "POST", "/sessions"),
+    Operation("session_verb", "POST", "/sessions/{session_id}/operations", unkeyed=True, usual={"wait": 30}),
 )
-BY_NAME = {operation.name: operation for operation in OPERATIONS}
+CHOICES = (
+    ToolOfActions(
+        "change_job",
+        "Change what becomes of a job.",
+        {
+            action: Operation(f"change_job {action}", "POST", f"/jobs/{{job_id}}/{action}")
+            for action in ("pause", "resume", "cancel", "retry")
+        },
+    ),
+    ToolOfActions(
+        "manage_sessions",
+        "Find sessions, park them and close them.",
+        {
+            "list": Operation("manage_sessions list", "GET", "/sessions"),
+            "show": Operation("manage_sessions show", "GET", "/sessions/{session_id}"),
+            "park": Operation("manage_sessions park", "POST", "/sessions/{session_id}/park"),
+            "close": Operation("manage_sessions close", "POST", "/sessions/{session_id}/close"),
+        },
+    ),
+)
+ACTION = "action"
+BY_NAME: Mapping[str, Operation | ToolOfActions] = {each.name: each for each in (*OPERATIONS, *CHOICES)}
 
 
 def operation_of(tool: Operation, document: Document) -> Mapping[str, Any]:
@@ -121,11 +152,25 @@ def schema_of(tool: Operation, document: Document) -> dict[str, Any]:
         properties["rows"] = {"type": "string", "description": "The rows, as JSON Lines or CSV; at most 3 MB."}
         properties["columns"] = {"type": "string", "description": properties["columns"].get("description", "")}
         required.append("rows")
-    if tool.method == "POST" and tool is not PLAN:
+    if tool.method == "POST" and tool is not PLAN and not tool.unkeyed:
         words = "A retry with the same key and the same arguments does nothing a second time."
         properties["idempotency_key"] = {"type": "string", "maxLength": 255, "description": words}
     schema: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
     return schema | ({"required": required} if required else {})
+
+
+def schema_of_choice(tool: ToolOfActions, document: Document) -> dict[str, Any]:
+    """The JSON schema of the arguments: the action, and whatever any of the routes takes. Only what all of them need is
+    required; what one of them lacks, its call says."""
+    words = "; ".join(f"`{action}`: {operation_of(each, document)['summary']}" for action, each in tool.routes.items())
+    properties: dict[str, Any] = {ACTION: {"type": "string", "enum": [*tool.routes], "description": f"{words}."}}
+    schemas = [schema_of(each, document) for each in tool.routes.values()]
+    for schema in reversed(schemas):
+        properties |= schema["properties"]
+    always = [
+        name for name in schemas[0].get("required", ()) if all(name in one.get("required", ()) for one in schemas)
+    ]
+    return {"type": "object", "properties": properties, "required": [ACTION, *always], "additionalProperties": False}
 
 
 def shallow_object(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +188,7 @@ def shallow(schema: Mapping[str, Any]) -> dict[str, Any]:
         name: value for name, value in schema.items() if name not in ("discriminator", "oneOf", "anyOf", "items")
     }
     if "oneOf" in schema:
-        cut |= {"type": "object", "title": " | ".join(name_of(each["$ref"]) for each in schema["oneOf"])}
+        cut |= {"type": "object", "title": " | ".join(_title(each) for each in schema["oneOf"])}
     if "anyOf" in schema:
         cut["anyOf"] = [shallow(each) for each in schema["anyOf"]]
     if isinstance(schema.get("items"), Mapping):
@@ -153,6 +198,11 @@ def shallow(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def name_of(reference: str) -> str:
     return reference.rpartition("/")[2]
+
+
+def _title(schema: Mapping[str, Any]) -> str:
+    """The name of an arm, which stands in its place in the schemas of bodies."""
+    return name_of(schema["$ref"]) if "$ref" in schema else str(schema.get("title", "object"))
 
 
 def _resolved(schema: Mapping[str, Any], document: Document) -> Mapping[str, Any]:

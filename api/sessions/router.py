@@ -31,7 +31,7 @@ _OPERATION = {
     "description": f"JSON, or `{tensors.MEDIA_TYPE}` with `seq` and `operation` in the metadata.",
     "content": {
         "application/json": {
-            "schema": {"type": "object", "required": ["seq", "operation"]},
+            "schema": schemas.OPERATION_BODY,
             "example": {"seq": 1, "operation": {"op": "create", "model": "a", "method": {"type": "lora", "r": 8}}},
         },
         tensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}, "example": "…"},

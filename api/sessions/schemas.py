@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -10,6 +10,7 @@ from api.view import iso
 from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import SessionOperation
 from core.jobs.lifecycle.sessions.records import FoundSession
+from core.spec.session.verbs import Verbs
 
 _SESSION, _NOW = "session-01kar3v8x5m2h6n9qst4wyz0bc", "2026-11-23T09:20:55.004000Z"
 EXAMPLE: dict[str, Any] = {"model": "HuggingFaceTB/SmolLM2-135M-Instruct"}
@@ -41,6 +42,39 @@ OPERATION: dict[str, Any] = {
     "error": None,
     "arrays": {"logprobs": [-4.1, -4.2, -4.2, 0.0]},
     "links": {"self": f"/sessions/{_SESSION}/operations/2"},
+}
+
+
+def _fields_of_operations() -> str:
+    parts = []
+    for arm in get_args(Verbs):
+        fields = [name for name in arm.model_fields if name != "op"]
+        parts.append(f"{arm.model_fields['op'].default} ({', '.join(fields)})")
+    return "; ".join(parts)
+
+
+OPERATION_BODY: dict[str, Any] = {
+    "type": "object",
+    "required": ["seq", "operation"],
+    "properties": {
+        "seq": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "Number of the operation, counted for each `model` from 1. The same number again is the "
+            "same operation, and answers its result.",
+        },
+        "operation": {
+            "type": "object",
+            "required": ["op"],
+            "description": f"`op` and its fields: {_fields_of_operations()}.",
+        },
+        "arrays": {
+            "type": "object",
+            "additionalProperties": {"type": "array", "items": {"type": "number"}},
+            "description": "Flat arrays, example after example: `tokens` and `lengths`, and `targets`, `weights`, "
+            "`logprobs`, `advantages` for losses that take them.",
+        },
+    },
 }
 
 
