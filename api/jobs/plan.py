@@ -25,6 +25,7 @@ from core.plan.steps import micro_batch, run_steps, step_size, steps_for
 from core.spec.axes.batching import Rows
 from core.spec.axes.data import FileSource, singles
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
+from core.spec.axes.rollout.models import model_rewards
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.job import JobSpec
 
@@ -103,7 +104,7 @@ def view(session: Session, project_id: str, spec: JobSpec, *, free: int | None) 
     first = next((place for place in places if place["fits"]), places[0])
     return {
         "parameters": shape.parameters,
-        "model_from": model.source,
+        "model_from": model.source + _uncounted(spec, shape),
         "longest_row": rows.longest,
         "longest_row_from": rows.source,
         "batch": _batch(session, project_id, spec, rows),
@@ -113,6 +114,15 @@ def view(session: Session, project_id: str, spec: JobSpec, *, free: int | None) 
         "disk": first["disk"] | {"free": free},
         "notices": _of_data(session, project_id, spec),
     }, model.source
+
+
+def _uncounted(spec: JobSpec, shape: Shape) -> str:
+    """Words of the reward models whose shapes are not known yet."""
+    counted = {one.reward for one in shape.scorers}
+    missing = [f"`{name}`" for _, name, _ in model_rewards(spec.stage) if name not in counted]
+    if not missing:
+        return ""
+    return f"; without the memory of the reward models that were never prepared here: {', '.join(missing)}"
 
 
 _TOLD = ("columns_ignored", "label_ignored", "template_fields")

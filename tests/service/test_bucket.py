@@ -41,7 +41,7 @@ from core.settings import Settings
 from core.spec.axes.model import HubModel
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
-from core.spec.run.chain import HandedBack, ModelChain, WeightFile
+from core.spec.run.chain import HandedBack, ModelChain, RewardModelPin, WeightFile
 from core.storage.bucket import PART, Bucket
 from core.storage.layout import Layout
 from core.storage.open import open_store
@@ -457,7 +457,8 @@ def test_what_rules_let_go_and_what_nobody_knows(bucket: Bucket, tmp_path: Path)
     database.dispose()
 
 
-def test_the_weights_that_a_job_starts_from_come_from_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scores", [False, True])
+def test_the_weights_that_a_job_starts_from_come_from_the_bucket(bucket: Bucket, tmp_path: Path, scores: bool) -> None:
     """Those of the pinned hashes and no others."""
     parent, content = (
         "job-01kar3v8x5m2h6n9qst4wyz0bd",
@@ -475,6 +476,9 @@ def test_the_weights_that_a_job_starts_from_come_from_the_bucket(bucket: Bucket,
     here = Layout(tmp_path / "here")
     here.create()
     child = dataclasses.replace(claim(1), chain=chain.model_dump(mode="json"))
+    if scores:  # the answers of this job
+        pin = RewardModelPin(reward="model", field="stage.reward.0.model", chain=chain, spec=child.spec, lineage=[])
+        child = dataclasses.replace(child, chain=None, reward_models=[pin.model_dump(mode="json")])
     stage = Staging(LocalCache(bucket, here, 0, 0), child)
     stage._handed_back(lambda: None)
     assert {path.name: path.read_bytes() for path in (here.root / key).iterdir()} == content

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eft import Client
+from eft.jobfile import read_job, upload_data, uploader
 
 from tests.support.rewards import margins
 from tests.support.service import Service, running, wait_for
+from tests.support.trainer import ROOT
 
 TRAINING = {"max_steps": 2, "per_device_train_batch_size": 4, "max_length": 96}
 
@@ -67,6 +70,9 @@ def test_a_job_is_scored_by_the_model_of_another_and_needs_it(
     plan = service.client.post("/jobs", params={"dry_run": True}, json=document).json()
     place = plan["plan"]["places"][0]
     assert [item for item in place["bytes"] if item["kind"] == "reward models"], place["bytes"]
+    elsewhere = grpo(tiny, prompts, {"type": "hub", "id": "team/never-prepared"})
+    plan = service.client.post("/jobs", params={"dry_run": True}, json=elsewhere).json()["plan"]
+    assert plan["model_from"].endswith("reward models that were never prepared here: `model`")
     waiting = service.submit(document | {"resources": {"accelerator": "gpu"}})
     refused = service.client.delete(f"/jobs/{reward_model}")
     assert refused.status_code == 409 and f"the answers of `{waiting}` are scored by" in refused.text
@@ -121,23 +127,25 @@ def test_what_is_no_reward_model_is_refused_with_the_field(
     assert service.job(failed)["failure"]["code"] == "not_a_reward_model"
 
 
-def test_a_pipeline_trains_a_reward_model_and_then_on_its_scores(
-    service: Service, tiny: str, prompts: str, reward_job: dict[str, Any]
-) -> None:
-    steps = [
-        {"name": "taste", "job": reward_job | {"name": None}},
-        {"name": "grpo", "job": grpo(tiny, prompts, {"step": "taste"})},
-    ]
-    wrong = [steps[0], {"name": "grpo", "job": grpo(tiny, prompts, {"step": "nobody"})}]
-    refused = service.client.post("/pipelines", json={"steps": wrong}).json()["error"]
-    assert (refused["code"], refused["field"]) == ("unknown_step", "steps.1.job.stage.reward.1.model.step")
-    made = service.client.post("/pipelines", json={"steps": steps})
+def test_the_pipeline_of_the_examples_trains_a_reward_model_and_then_on_its_scores(service: Service, tiny: str) -> None:
+    path = ROOT / "examples" / "reward-model.yaml"
+    with Client(service.note()["url"], service.key) as client:
+        document, folder = read_job(str(path))
+        for step in document["steps"]:
+            step["job"] = upload_data(step["job"] | {"model": tiny}, folder, {}, uploader(client))
+            step["job"]["training"] |= {"max_steps": 2}
+    first, second = document["steps"]
+    reward = [{"type": "model", "model": {"step": "nobody"}}]
+    wrong = second | {"job": second["job"] | {"stage": second["job"]["stage"] | {"reward": reward}}}
+    refused = service.client.post("/pipelines", json=document | {"steps": [first, wrong]}).json()["error"]
+    assert (refused["code"], refused["field"]) == ("unknown_step", "steps.1.job.stage.reward.0.model.step")
+    made = service.client.post("/pipelines", json=document)
     assert made.status_code == 201, made.text
-    path = f"/pipelines/{made.json()['id']}"
+    place = f"/pipelines/{made.json()['id']}"
     ended = wait_for(
-        lambda: (now := service.client.get(path).json())["status"] in ("succeeded", "failed") and now, 200,
-        "the pipeline", lambda: service.client.get(path).text,
+        lambda: (now := service.client.get(place).json())["status"] in ("succeeded", "failed") and now, 200,
+        "the pipeline", lambda: service.client.get(place).text,
     )  # fmt: skip
     assert ended["status"] == "succeeded", ended
-    first, second = (step["job"]["id"] if isinstance(step["job"], dict) else step["job"] for step in ended["steps"])
-    assert service.job(second)["spec"]["stage"]["reward"][1]["model"]["id"] == first
+    taste, answers = (step["job"]["id"] if isinstance(step["job"], dict) else step["job"] for step in ended["steps"])
+    assert service.job(answers)["spec"]["stage"]["reward"][0]["model"]["id"] == taste

@@ -154,6 +154,29 @@ def test_a_score_does_not_depend_on_what_is_scored_beside_it(
     assert "tokens as the reward model counts them, more than 60" in why
 
 
+def test_out_of_memory_scores_fewer_answers_at_once(
+    tiny_dir: Path, reward_model: RewardModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Scorer._pass
+
+    def full(one: Scorer, rows: Any) -> list[float]:
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError("no memory for so many answers")
+        return before(one, rows)
+
+    made = scorer(tmp_path / "run", tiny_dir, reward_model, batch_size=8)
+    answers = [str(n) for n in range(5)]
+    asked = [answered(1, "", PromptOnly("Is it?"))] * 5
+    calm = made.values_of(answers, asked)
+    monkeypatch.setattr(Scorer, "_pass", full)
+    assert made.values_of(answers, asked) == pytest.approx(calm, abs=1e-5)
+    assert made.batch_size == 2
+    monkeypatch.setattr(made, "batch_size", 1)
+    monkeypatch.setattr(Scorer, "_pass", lambda one, rows: full(one, [*rows] * 3))
+    with pytest.raises(torch.OutOfMemoryError):
+        made.values_of(answers, asked)
+
+
 def test_a_language_model_is_no_reward_model(tiny_dir: Path, tmp_path: Path) -> None:
     asked = RewardModelOrder.model_validate(
         {"reward": "style", "field": "stage.reward.1.model", "model": {"type": "local", "path": str(tiny_dir)}}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from core.plan.device import CONTEXT_BYTES, Device
 from core.plan.memory import Plan, fits, need, plan
-from core.plan.models.shape import Shape
+from core.plan.models.shape import ScorerShape, Shape
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
@@ -38,6 +39,24 @@ def test_full_fine_tuning_is_sixteen_bytes_a_parameter() -> None:
     assert found.bytes["weights"] == found.bytes["gradients"] == 4 * TOTAL
     assert found.bytes["optimizer"] == 8 * TOTAL + 4 * tensors
     assert found.moment == "backward ends", "by then every gradient is there"
+
+
+def test_reward_models_are_copies_of_their_own() -> None:
+    stage = {"type": "grpo", "reward": [{"type": "model", "model": "a/reward", "max_length": 512, "batch_size": 64}]}
+    trained = resolve(
+        JobSpec.model_validate({"model": "a/b", "data": "rows.jsonl", "stage": "reward", "method": "qlora"})
+    )
+    job = resolve(JobSpec.model_validate({"model": "a/b", "data": "rows.jsonl", "stage": stage}))
+    alone = plan(job, SHAPE, longest=1024, device=CARD)
+    whole, packed = (
+        plan(job, replace(SHAPE, scorers=(ScorerShape("model", SHAPE, spec),)), longest=1024, device=CARD)
+        for spec in (None, trained)
+    )
+    assert "reward models" not in alone.bytes and "rewards" not in alone.moments
+    assert whole.bytes["reward models"] == 2 * TOTAL and whole.moments["rewards"] > whole.moments["step"]
+    reward_run = plan(trained, SHAPE, longest=1024, device=CARD)
+    assert packed.bytes["reward models"] == reward_run.bytes["weights"] + reward_run.bytes["adapter"]
+    assert whole.peak - alone.peak >= 2 * TOTAL
 
 
 def test_lora_and_packed_weights() -> None:
