@@ -44,7 +44,7 @@ def main() -> None:
         return
     from core.train.tools.install import install
 
-    for tools in ("gguf", "quants", "compressed"):
+    for tools in ("gguf", "quants", "compressed", "torchao"):
         install(tools, CACHE, offline=False, field="export")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -159,10 +159,10 @@ def read(model: Path, work: Path, _: int) -> None:
     """All files on the same rows."""
     import torch
 
-    from core.spec.axes.export import FP8, GGUF, GPTQ
+    from core.spec.axes.export import FP8, GGUF, GPTQ, TorchAOInt4, TorchAOInt8
     from core.train.export.compare import logits_of
     from core.train.export.formats.gguf import write_gguf
-    from core.train.export.formats.packed import write_fp8, write_gptq
+    from core.train.export.formats.packed import write_gptq, write_rounded
     from core.train.export.gguf.proof import prove
     from core.train.export.retention import measure
     from core.train.model.load import load_model
@@ -188,8 +188,10 @@ def read(model: Path, work: Path, _: int) -> None:
         written = write_gguf(GGUF(quantization=kind, min_retention=0), trained, work / "ours" / kind)
         file = work / "ours" / kind / written["file"]
         found[f"ours gguf {kind}"] = written["retention"] | {"bytes": file.stat().st_size}
-    for item, write in ((FP8(min_retention=0), write_fp8), (GPTQ(min_retention=0), write_gptq)):
-        written = write(item, trained, work / "ours" / item.type)  # type: ignore[operator]
+    rounded = (FP8(min_retention=0), TorchAOInt8(min_retention=0))
+    for item in (*rounded, GPTQ(min_retention=0), TorchAOInt4(min_retention=0)):
+        write: Any = write_rounded if item in rounded else write_gptq
+        written = write(item, trained, work / "ours" / item.type)
         file = work / "ours" / item.type / "model.safetensors"
         found[f"ours {item.type}"] = written["retention"] | {"bytes": file.stat().st_size}
     trained.close()

@@ -17,7 +17,7 @@ from core.errors import Fault
 from core.spec.axes.batching import Batching, Packed, Rows, Tokens
 from core.spec.axes.data import FORMATS, Data, format_of
 from core.spec.axes.evaluation.generation import NoGeneration
-from core.spec.axes.export import FP8, GGUF, GPTQ, LMEval, Merged, VLLMAdapter
+from core.spec.axes.export import GGUF, LMEval, Merged, PackedExport, VLLMAdapter
 from core.spec.axes.method import OFT, Adapter, Full, LowRank
 from core.spec.axes.model import JobModel
 from core.spec.axes.optim.schedules import Adaptive
@@ -401,11 +401,11 @@ def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
             f"a model of `stage: {stage.type}` judges text and writes none; remove `evaluation.samples`",
             "evaluation.samples",
         )
-    if stage.head != "tokens" and any(isinstance(item, GGUF | FP8 | GPTQ | LMEval) for item in spec.export):
+    if stage.head != "tokens" and any(isinstance(item, GGUF | PackedExport | LMEval) for item in spec.export):
         yield Fault(
             "no_gguf_of_a_reward_model",
-            f"a model of `stage: {stage.type}` ends in a head that lm-eval and the readers of GGUF, fp8 and GPTQ do "
-            "not have; use `export: [merged]`",
+            f"a model of `stage: {stage.type}` ends in a head that lm-eval and the readers of GGUF and of "
+            "quantised folders do not have; use `export: [merged]`",
             "export",
         )
     generation = spec.evaluation.generation if isinstance(spec.evaluation, HeldOut) else NoGeneration()

@@ -16,6 +16,11 @@ def compressed_tools() -> Tools:
     return install("compressed", CACHE, offline=False, field="export")
 
 
+def torchao_tools() -> Tools:
+    """Install what reads int8 and int4 folders, or answer what is there."""
+    return install("torchao", CACHE, offline=False, field="export")
+
+
 def lm_eval_tools() -> Tools:
     """Install lm-eval, or answer what is there."""
     return install("lm_eval", CACHE, offline=False, field="export")
@@ -33,4 +38,10 @@ def gguf_tools() -> Tools:
 
 
 if __name__ == "__main__":
-    print(gguf_tools().folder, compressed_tools().folder, lm_eval_tools().folder, math_tools().folder)
+    print(
+        gguf_tools().folder,
+        compressed_tools().folder,
+        torchao_tools().folder,
+        lm_eval_tools().folder,
+        math_tools().folder,
+    )

@@ -1,8 +1,9 @@
-"""Exports with quantised weights: fp8 and GPTQ folders as compressed-tensors reads them, and as eft reads them back."""
+"""Exports with quantised weights: folders as compressed-tensors and torchao read them, and as eft reads them back."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,20 +11,24 @@ import torch
 from torch import Tensor
 
 from core.errors import ModelError
-from core.spec.axes.export import FP8, GPTQ
+from core.spec.axes.export import FP8, GPTQ, PackedExport, TorchAOInt4, TorchAOInt8
+from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.compare import logits_of
 from core.train.export.formats import packed
-from core.train.export.formats.packed import write_fp8, write_gptq
+from core.train.export.formats.packed import write_gptq, write_rounded
 from core.train.export.formats.subject import Subject, Withheld
 from core.train.export.formats.write import write_formats
 from core.train.export.packed.gptq import quantise
 from core.train.export.packed.layout import LEAST, MOST, fp8_pieces, group_of, int4_pieces
+from core.train.export.packed.readers import Reader
+from core.train.export.packed.torchao import int8_pieces
 from core.train.export.prepare import prepare_exports
 from core.train.hub.unpack import compressed
 from core.train.hub.unpack.convert import write_unpacked
 from core.train.hub.unpack.packing import Packing, packing_of
 from core.train.model.load import load_model
-from tests.support.tools import CACHE, compressed_tools
+from core.train.quant.fill import read_tensors
+from tests.support.tools import CACHE, compressed_tools, torchao_tools
 from tests.train.test_exports import SMALL, TRAINED, _tuned
 
 OTHERS = {
@@ -50,6 +55,15 @@ def test_fp8_is_the_nearest_number_of_its_scale() -> None:
     ulp = torch.exp2(steps.log2().floor() - 3) * scale
     assert ((read.float() - weight).abs() <= ulp / 2 + read.float().abs() * 2.0**-8).all()
     assert (read[3] == 0).all()
+
+
+def test_int8_is_the_nearest_number_of_its_scale() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(16, 64) * torch.logspace(-3, 1, 16).unsqueeze(1)
+    weight[3] = 0
+    q, scale, zero = int8_pieces(weight, torch.bfloat16).values()
+    assert (q.dtype, scale.dtype, zero.dtype) == (torch.int8, torch.float32, torch.int8)
+    assert ((q * scale - weight).abs() <= scale * 0.5001).all() and (q[3] == 0).all() and not zero.any()
 
 
 def test_four_bits_are_read_back_to_the_bit() -> None:
@@ -98,15 +112,40 @@ def test_groups_divide_every_layer() -> None:
 
 
 def _unpacked(folder: Path, into: Path, subject: Subject) -> Tensor:
-    """Logits of the folder as eft reads quantised base models."""
+    """Logits of the folder as eft reads quantised base models; one of torchao by its formula."""
+    if folder.name.startswith("torchao"):
+        return _by_formula(folder, into, subject)
     packing = packing_of(json.loads((folder / "config.json").read_text())["quantization_config"], field="model")
     assert packing is not None
     write_unpacked(folder, packing, into)
     return logits_of(load_model(into, torch.bfloat16), subject.rows, subject.between)
 
 
-def test_both_formats_are_read_by_their_library_and_by_eft(tmp_path: Path) -> None:
+def _by_formula(folder: Path, into: Path, subject: Subject) -> Tensor:
+    """Logits of a folder of torchao: each weight is q * scale."""
+    tensors = dict(read_tensors(folder))
+    for name in [name for name in tensors if name.endswith("._weight_qdata")]:
+        module = name.removesuffix("._weight_qdata")
+        q, scale = tensors.pop(name), tensors.pop(f"{module}._weight_scale")
+        assert not tensors.pop(f"{module}._weight_zero_point").any()
+        tensors[f"{module}.weight"] = q.float() * scale.float().repeat_interleave(q.shape[1] // scale.shape[1], 1)
+    into.mkdir()
+    write_shards(tensors.items(), into, subject.between)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (into / "config.json").write_text(json.dumps(config))
+    return logits_of(load_model(into, torch.float32), subject.rows, subject.between)
+
+
+APART = {"gptq": 1e-10, "torchao_int8": 1e-10, "fp8": 0.05, "torchao_int4": 0.05}
+"""Squares of what the library computes and what the formula does; two libraries round the inputs of layers too."""
+
+
+def test_formats_are_read_by_their_library_and_by_eft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compressed_tools()
+    torchao_tools()
+    # Several files, each with the whole header.
+    monkeypatch.setattr(packed, "write_shards", partial(write_shards, shard_bytes=2**16))
     subject = _tuned("llama", tmp_path)
     told: list[dict[str, str]] = []
 
@@ -117,14 +156,21 @@ def test_both_formats_are_read_by_their_library_and_by_eft(tmp_path: Path) -> No
     read: dict[str, Tensor] = {}
     before = packed.read_logits
 
-    def noted(folder: Path, subject: Subject, tools: packed.Tools) -> Tensor:
-        read[folder.name] = before(folder, subject, tools)
+    def noted(folder: Path, subject: Subject, tools: packed.Tools, reader: Reader) -> Tensor:
+        read[folder.name] = before(folder, subject, tools, reader)
         return read[folder.name]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "read_logits", noted)
-        outcomes = write_formats([FP8(min_retention=0.9), GPTQ(min_retention=1)], subject, Events())  # type: ignore[arg-type]
-    fp8, gptq = outcomes
+        asked: list[PackedExport] = [FP8(min_retention=0.9), GPTQ(min_retention=1), TorchAOInt8(), TorchAOInt4()]
+        outcomes = write_formats(asked, subject, Events())  # type: ignore[arg-type]
+    fp8, gptq, int8, int4 = outcomes
+    for outcome, least in ((int8, 0.97), (int4, 0.9)):
+        assert outcome["released"] and outcome["retention"]["reader"] == "torchao 0.18.0", outcome
+        assert least < outcome["retention"]["retention"] < 1
+        files = {one.suffix for one in (tmp_path / "artifacts" / outcome["folder"]).iterdir()}
+        assert (tmp_path / "artifacts" / outcome["folder"] / INDEX_FILE).is_file()
+        assert files <= {".safetensors", ".json", ".jinja"}, files  # no pickle
     assert fp8["released"] and fp8["retention"]["reader"] == "compressed-tensors 0.20.0", fp8
     assert 0.9 < fp8["retention"]["retention"] < 1 and fp8["dtype"] == "bf16"
     # What has kept less than the job wants is there, apart, with its figure.
@@ -135,8 +181,7 @@ def test_both_formats_are_read_by_their_library_and_by_eft(tmp_path: Path) -> No
         assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {one.name for one in folder.iterdir()}
         ours = _unpacked(folder, tmp_path / outcome["type"], subject)
         apart = (ours - read[outcome["type"]]).square().mean() / ours.square().mean()
-        # In fp8 the library rounds the inputs of the layers too.
-        assert apart < (1e-10 if outcome["type"] == "gptq" else 0.05), (outcome["type"], float(apart))
+        assert apart < APART[outcome["type"]], (outcome["type"], float(apart))
     assert not list((tmp_path / "artifacts").glob(".*"))
 
 
@@ -144,6 +189,7 @@ def test_both_formats_are_read_by_their_library_and_by_eft(tmp_path: Path) -> No
 def test_files_of_each_family(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each family's blocks are quantised one after the other, and eft reads the folder as what was trained."""
     compressed_tools()
+    torchao_tools()
     if family in OTHERS:
         monkeypatch.setitem(TRAINED, family, OTHERS[family])
     monkeypatch.setitem(SMALL, "initializer_range", 0.1)
@@ -154,7 +200,8 @@ def test_files_of_each_family(tmp_path: Path, family: str, monkeypatch: pytest.M
         raise Written
 
     monkeypatch.setattr(packed, "_proven", refuse)
-    for item, write in ((FP8(), write_fp8), (GPTQ(), write_gptq)):
+    for item in (FP8(), GPTQ(), TorchAOInt8(), TorchAOInt4()):
+        write = write_rounded if isinstance(item, FP8 | TorchAOInt8) else write_gptq
         folder = subject.artifacts / item.type
         with pytest.raises(Written):
             write(item, subject, folder)  # type: ignore[operator]
@@ -166,9 +213,11 @@ def test_files_of_each_family(tmp_path: Path, family: str, monkeypatch: pytest.M
 
 def test_what_cannot_be_held_is_refused_before_work_begins(tmp_path: Path) -> None:
     compressed_tools()
+    torchao_tools()
     subject = _tuned("qwen2_moe", tmp_path)
-    with pytest.raises(ModelError, match="mixtures of experts") as caught:
-        prepare_exports([FP8()], subject.model_dir, CACHE, offline=True)
-    assert (caught.value.field, caught.value.code) == ("export", "packed_refused")
-    with pytest.raises(Withheld):
-        write_fp8(FP8(), subject, subject.artifacts / "fp8")
+    for item in (FP8(), TorchAOInt8()):
+        with pytest.raises(ModelError, match=f"`{item.type}`: its experts .* mixtures of experts") as caught:
+            prepare_exports([item], subject.model_dir, CACHE, offline=True)
+        assert (caught.value.field, caught.value.code) == ("export", "packed_refused")
+        with pytest.raises(Withheld):
+            write_rounded(item, subject, subject.artifacts / item.type)

@@ -91,6 +91,35 @@ class GPTQ(SpecModel):
     """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
 
 
+class TorchAOInt8(SpecModel):
+    """The whole model with its linear layers in 8-bit integers, one scale for each output, in torchao's layout, which
+    transformers loads on a CPU or a GPU. Inputs of these layers and the output head stay in 16 bits. torchao reads the
+    folder, and its logits are compared with those of the trained model."""
+
+    type: Literal["torchao_int8"] = "torchao_int8"
+    merge_onto: MergeOnto = "trained"
+    """Weights that the adapter is merged into; see `merged`."""
+    min_retention: Retention | None = None
+    """Least retention (docs/exports.md) with which the folder is released. Default: 0.97."""
+
+
+class TorchAOInt4(SpecModel):
+    """The whole model with its linear layers in 4-bit integers, chosen by GPTQ over training rows, in torchao's layout
+    for CPUs, from which ExecuTorch makes programs for phones. Inputs of these layers are rounded to 8 bits while it
+    runs. The folder has one weight a byte; an exported program has two. The output head stays in 16 bits. torchao reads
+    the folder, and its logits are compared with those of the trained model."""
+
+    type: Literal["torchao_int4"] = "torchao_int4"
+    merge_onto: MergeOnto = "trained"
+    """Weights that the adapter is merged into; see `merged`."""
+    min_retention: Retention | None = None
+    """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
+
+
+PackedExport = FP8 | GPTQ | TorchAOInt8 | TorchAOInt4
+"""Folders of the whole model with quantised linear layers."""
+
+
 class LMEval(SpecModel):
     """Scores of a task of EleutherAI's lm-evaluation-harness (lm-eval), and its answer to each row. The harness itself
     loads what was trained, by transformers and PEFT over the base model's own files: the score is the one that anybody
@@ -108,7 +137,7 @@ class LMEval(SpecModel):
 
 
 Export = Annotated[
-    Merged | GGUF | VLLMAdapter | FP8 | GPTQ | LMEval,
+    Merged | GGUF | VLLMAdapter | FP8 | GPTQ | TorchAOInt8 | TorchAOInt4 | LMEval,
     Field(discriminator="type"),
     short_form(by_type, otherwise="merged"),
 ]
@@ -140,13 +169,17 @@ def about(export: Export) -> AboutFormat:
             return AboutFormat("fp8", "the fp8 model", "packed_withheld", 0.97)
         case GPTQ():
             return AboutFormat("gptq", "the GPTQ model", "packed_withheld", 0.90)
+        case TorchAOInt8():
+            return AboutFormat("torchao_int8", "the int8 model", "packed_withheld", 0.97)
+        case TorchAOInt4():
+            return AboutFormat("torchao_int4", "the int4 model", "packed_withheld", 0.90)
         case LMEval(task=task):
             return AboutFormat(f"lm-eval-{task}", f"the score of lm-eval's task `{task}`", "lm_eval_failed", None)
         case _ as never:
             assert_never(never)
 
 
-def required_retention(export: Merged | GGUF | VLLMAdapter | FP8 | GPTQ) -> float:
+def required_retention(export: Merged | GGUF | VLLMAdapter | PackedExport) -> float:
     """Least retention with which the export is released."""
     if export.min_retention is not None:
         return export.min_retention

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -14,16 +15,21 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def write_shards(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, between: Callable[[], None], shard_bytes: int = SHARD_BYTES
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    between: Callable[[], None],
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write tensors as `model.safetensors`, or as several such files with their index. `between` runs before each
-    tensor and may raise."""
+    tensor and may raise. `metadata`: what the header of every file says beside."""
     shard: dict[str, Tensor] = {}
     names: list[list[str]] = []
     size = total = 0
 
     def close() -> None:
-        save_file(shard, folder / f"shard-{len(names)}", metadata={"format": "pt"})
+        save_file(shard, folder / f"shard-{len(names)}", metadata={"format": "pt", **metadata})
         names.append(list(shard))
         shard.clear()
 

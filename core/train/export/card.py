@@ -59,9 +59,9 @@ def model_card(
         how += f"; GGUF, {exported['quantization']}"
         library, relation = "llama.cpp", "quantized"
         load = _LOAD_GGUF.format(file=f"model-{exported['quantization']}.gguf")
-    if exported is not None and exported["type"] in ("fp8", "gptq"):
-        how += "; linear layers in 8-bit floats" if exported["type"] == "fp8" else "; linear layers in 4 bits, by GPTQ"
-        library, relation, load = "vllm", "quantized", _LOAD_PACKED
+    if exported is not None and exported["type"] in _PACKED:
+        words, library, load = _PACKED[exported["type"]]
+        how, relation = f"{how}; linear layers in {words}", "quantized"
     if exported is not None and exported["type"] == "lm_eval":
         return _scored(exported)
     if exported is not None and exported["type"] == "vllm":
@@ -387,3 +387,12 @@ folder = "."  # this folder
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 ```"""
+
+_LOAD_TORCHAO = f"With the package `torchao`:\n\n{_LOAD_MODEL}"
+_PACKED = {
+    "fp8": ("8-bit floats", "vllm", _LOAD_PACKED),
+    "gptq": ("4 bits, by GPTQ", "vllm", _LOAD_PACKED),
+    "torchao_int8": ("8-bit integers", "transformers", _LOAD_TORCHAO),
+    "torchao_int4": ("4-bit integers by GPTQ, their inputs in 8 bits", "transformers", _LOAD_TORCHAO),
+}
+"""What holds the linear layers of a quantised folder, the library of its card, and how it is loaded."""

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import ModelError
-from core.spec.axes.export import FP8, GGUF, GPTQ, K_QUANTS, Export, LMEval
+from core.spec.axes.export import GGUF, K_QUANTS, Export, LMEval, PackedExport
 from core.train.export.gguf.fits import refuse_gguf
 from core.train.export.packed.fits import refuse_packed
+from core.train.export.packed.readers import reader_of
 from core.train.hub.download import is_offline
 from core.train.tools.install import ToolFailed, install
 
@@ -27,9 +28,9 @@ def prepare_exports(
     if ggufs:
         refuse_gguf(model_dir, install("gguf", cache_dir, offline=offline, field="export"))
     for item in exports:
-        if isinstance(item, FP8 | GPTQ):
+        if isinstance(item, PackedExport):
             refuse_packed(model_dir, item.type)
-            install("compressed", cache_dir, offline=offline, field="export")
+            install(reader_of(item).tools, cache_dir, offline=offline, field="export")
         if isinstance(item, LMEval):
             tools = install("lm_eval", cache_dir, offline=offline, field="export")
             try:

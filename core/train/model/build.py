@@ -13,7 +13,7 @@ from torch import nn
 from core.base.files import remembered_sha256
 from core.errors import SpecError
 from core.plan.stream import Decision
-from core.spec.axes.export import GGUF, Merged
+from core.spec.axes.export import GGUF, Merged, PackedExport
 from core.spec.axes.method import OFT, Full, LoRA, LowRank, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.rollout.stages import PPOStage
@@ -215,7 +215,9 @@ def _check_packed(run: Run, already: str) -> None:
             "adapters over it (`method: qlora`), or name the 16-bit model it was made from",
             field="method",
         )
-    if any(isinstance(item, Merged | GGUF) and item.merge_onto == "original" for item in run.spec.export):
+    if any(
+        isinstance(item, Merged | GGUF | PackedExport) and item.merge_onto == "original" for item in run.spec.export
+    ):
         raise SpecError(
             f"the model's files are packed ({already}): there are no 16-bit weights to merge onto; take "
             "`merge_onto: trained`, or name the 16-bit model it was made from",

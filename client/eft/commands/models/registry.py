@@ -233,7 +233,9 @@ def export_model(
     model: ModelArgument,
     formats: Annotated[
         list[str],
-        typer.Argument(metavar="FORMAT...", help="`merged`, `vllm`, `fp8`, `gptq`, `gguf-Q8_0`, `lm-eval-gsm8k` …"),
+        typer.Argument(
+            metavar="FORMAT...", help="`merged`, `vllm`, `fp8`, `gptq`, `torchao_int8`, `gguf-Q8_0`, `lm-eval-gsm8k` …"
+        ),
     ],
     seconds: Annotated[
         int | None, typer.Option("--max-runtime", min=1, metavar="SECONDS", help="Fail if it takes longer.")

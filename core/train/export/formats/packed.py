@@ -1,31 +1,34 @@
-"""`export: fp8` and `export: gptq`: merge, quantise the linear layers, read with compressed-tensors, compare."""
+"""`export: fp8`, `gptq`, `torchao_int8` and `torchao_int4`: merge, quantise the linear layers, read with the library
+that people read such folders with, compare."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from core.errors import ModelError
 from core.plan.models.shape import Shape
-from core.spec.axes.export import FP8, GPTQ, required_retention
-from core.tools import pinned
+from core.spec.axes.export import FP8, GPTQ, PackedExport, TorchAOInt4, TorchAOInt8, required_retention
 from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.formats.merged import word
 from core.train.export.formats.subject import Subject, Withheld, check_memory
+from core.train.export.packed import layout, torchao
 from core.train.export.packed.blocks import one_after_another
 from core.train.export.packed.gptq import quantise
-from core.train.export.packed.layout import fp8_pieces, group_of, int4_pieces, quantization_config
+from core.train.export.packed.layout import group_of
+from core.train.export.packed.readers import Reader, reader_of
 from core.train.export.retention import Retention, measure
 from core.train.model.load import load_model, saved_dtype
-from core.train.quant.fill import read_tensors
+from core.train.quant.fill import read_tensors, weight_files
 from core.train.quant.skeleton import skeleton
 from core.train.quant.targets import QuantOptions, choose_targets
 from core.train.tools.install import ToolFailed, Tools, find
@@ -34,34 +37,30 @@ PROGRAM = Path(__file__).parent.parent / "packed" / "read_program.py"
 ROWS = 64
 """Most training rows that GPTQ looks at; a row is cut as in training."""
 
+_EIGHT_BITS = "`fp8` or `torchao_int8`"
 Pieces = dict[str, dict[str, Tensor]]
 """Tensors of quantised layers by layer and last name."""
 
 
-def write_fp8(item: FP8, subject: Subject, folder: Path) -> dict[str, Any]:
+def write_rounded(item: FP8 | TorchAOInt8, subject: Subject, folder: Path) -> dict[str, Any]:
     """Write the format into `folder`, tensor by tensor; what is known of it. Withheld where the library that reads it
     does not find in it what was trained."""
-    tools = _tools(subject)
+    tools = _tools(item, subject)
     whole = subject.whole(item.merge_onto)
     dtype = _dtype(subject)
     targets, dense = _targets(whole)
+    pieces_of = layout.fp8_pieces if isinstance(item, FP8) else torchao.int8_pieces
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in read_tensors(whole):
-            module = name.removesuffix(".weight")
-            if module in targets and name != module:
-                for last, piece in fp8_pieces(tensor.float(), dtype).items():
-                    yield f"{module}.{last}", piece
-            else:
-                yield name, _narrow(tensor, dtype)
+    def rounded(module: str, weight: Tensor) -> dict[str, Tensor] | None:
+        return pieces_of(weight.float(), dtype) if module in targets else None
 
-    _write(folder, whole, tensors(), quantization_config("fp8", None, dense), dtype, subject)
+    _write(item, folder, whole, rounded, dtype, subject, targets=targets, dense=dense, group=None)
     return {"dtype": word(dtype)} | _proven(item, subject, folder, tools)
 
 
-def write_gptq(item: GPTQ, subject: Subject, folder: Path) -> dict[str, Any]:
+def write_gptq(item: GPTQ | TorchAOInt4, subject: Subject, folder: Path) -> dict[str, Any]:
     """The same in 4 bits, chosen by GPTQ over training rows."""
-    tools = _tools(subject)
+    tools = _tools(item, subject)
     check_memory(subject.model, torch.float32)
     whole = subject.whole(item.merge_onto)
     dtype = _dtype(subject)
@@ -74,8 +73,9 @@ def write_gptq(item: GPTQ, subject: Subject, folder: Path) -> dict[str, Any]:
         inputs = {name: count for name, count in inputs.items() if group_of({count}) is not None}
         group = group_of(set(inputs.values()))
     if not inputs or group is None:
-        raise Withheld("no linear layer has a number of inputs that groups of 32 divide; take `fp8` instead")
+        raise Withheld(f"no linear layer has a number of inputs that groups of 32 divide; take {_EIGHT_BITS} instead")
     dense = sorted({*dense, *(targets - inputs.keys())})
+    pieces_of = layout.int4_pieces if isinstance(item, GPTQ) else torchao.int4_pieces
     pieces: Pieces = {}
 
     def visit(name: str, block: Any, products: dict[str, Tensor]) -> None:
@@ -83,30 +83,26 @@ def write_gptq(item: GPTQ, subject: Subject, folder: Path) -> dict[str, Any]:
             weight = block.get_submodule(local).weight
             subject.between()
             q, scales = quantise(weight.detach(), product, group, dtype)
-            pieces[f"{name}.{local}"] = int4_pieces(q, scales, dtype)
+            pieces[f"{name}.{local}"] = pieces_of(q, scales, dtype)
             weight.copy_((q * scales.repeat_interleave(group, 1)).to(dtype))  # as it will be read
 
     one_after_another(model, path, subject.calibration[:ROWS], set(inputs), visit, subject.between)
     del model
     if missed := sorted(inputs.keys() - pieces.keys()):
-        raise Withheld(f"no row of the calibration reaches {missed[0]}, so it cannot be quantised; take `fp8` instead")
+        raise Withheld(
+            f"no row of the calibration reaches {missed[0]}, so it cannot be quantised; take {_EIGHT_BITS} instead"
+        )
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in read_tensors(whole):
-            module = name.removesuffix(".weight")
-            if module in pieces and name != module:
-                for last, piece in pieces.pop(module).items():
-                    yield f"{module}.{last}", piece
-            else:
-                yield name, _narrow(tensor, dtype)
+    def chosen(module: str, weight: Tensor) -> dict[str, Tensor] | None:
+        return pieces.pop(module, None)
 
-    _write(folder, whole, tensors(), quantization_config("gptq", group, dense), dtype, subject)
+    _write(item, folder, whole, chosen, dtype, subject, targets=set(inputs), dense=dense, group=group)
     about = {"bits": 4, "group_size": group, "calibration_rows": len(subject.calibration[:ROWS])}
     return {"dtype": word(dtype)} | about | _proven(item, subject, folder, tools)
 
 
-def _tools(subject: Subject) -> Tools:
-    tools = find("compressed", subject.cache_dir)
+def _tools(item: PackedExport, subject: Subject) -> Tools:
+    tools = find(reader_of(item).tools, subject.cache_dir)
     if tools is None:
         raise Withheld(
             "the library that reads this format is not on this machine, although the model was prepared; submit the "
@@ -135,15 +131,38 @@ def _targets(whole: Path) -> tuple[set[str], list[str]]:
 
 
 def _write(
+    item: PackedExport,
     folder: Path,
     whole: Path,
-    tensors: Iterator[tuple[str, Tensor]],
-    about: dict[str, Any],
+    pieces_of: Callable[[str, Tensor], dict[str, Tensor] | None],
     dtype: torch.dtype,
     subject: Subject,
+    *,
+    targets: set[str],
+    dense: Sequence[str],
+    group: int | None,
 ) -> None:
+    """`pieces_of` (name of a layer, its weight): the tensors of a quantised layer, or None where it stays dense."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in read_tensors(whole):
+            module = _layer(name)
+            pieces = None if module is None else pieces_of(module, tensor)
+            if pieces is None:
+                yield name, _narrow(tensor, dtype)
+            else:
+                yield from ((f"{module}.{last}", piece) for last, piece in pieces.items())
+
     folder.mkdir(parents=True)
-    write_shards(tensors, folder, subject.between)
+    match item:
+        case FP8() | GPTQ():
+            about, header = layout.quantization_config(item.type, group, dense), {}
+        case TorchAOInt8() | TorchAOInt4():
+            about = torchao.quantization_config(group, dense)
+            header = torchao.header(_inputs(whole, targets), group, dtype)
+        case _ as never:
+            assert_never(never)
+    write_shards(tensors(), folder, subject.between, metadata=header)
     for path in whole.iterdir():
         if (
             path.is_file()
@@ -156,16 +175,32 @@ def _write(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _proven(item: FP8 | GPTQ, subject: Subject, folder: Path, tools: Tools) -> dict[str, Any]:
+def _layer(name: str) -> str | None:
+    """The layer whose weight a tensor is."""
+    return name.removesuffix(".weight") if name.endswith(".weight") else None
+
+
+def _inputs(whole: Path, targets: set[str]) -> dict[str, int | None]:
+    """Every tensor of the files, and the number of inputs where it is the weight of a quantised layer."""
+    found: dict[str, int | None] = {}
+    for file in weight_files(whole):
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 -- not a dict
+                found[name] = shard.get_slice(name).get_shape()[1] if _layer(name) in targets else None
+    return found
+
+
+def _proven(item: PackedExport, subject: Subject, folder: Path, tools: Tools) -> dict[str, Any]:
+    reader = reader_of(item)
     tuned, base = subject.logits(item.merge_onto)
     found = measure(
         tuned,
         base,
-        read_logits(folder, subject, tools),
+        read_logits(folder, subject, tools, reader),
         rows=len(subject.rows),
         rows_of=subject.rows_of,
         required=required_retention(item),
-        reader=reader(),
+        reader=reader.title,
     )
     if fault := found.fault():
         raise Withheld(
@@ -180,19 +215,14 @@ def _way(found: Retention) -> str:
     return "take a format with more bits per weight, or set `min_retention`"
 
 
-def read_logits(folder: Path, subject: Subject, tools: Tools) -> Tensor:
-    """Logits of the subject's rows, [positions, vocabulary] float32, as compressed-tensors reads the folder. Withheld
-    where it does not."""
+def read_logits(folder: Path, subject: Subject, tools: Tools, reader: Reader) -> Tensor:
+    """Logits of the subject's rows, [positions, vocabulary] float32, as the library reads the folder. Withheld where it
+    does not."""
     with tempfile.TemporaryDirectory(dir=subject.artifacts, prefix=".proof-") as work:
         asked, logits = Path(work) / "rows.json", Path(work) / "logits.npy"
         asked.write_text(json.dumps([row.tolist() for row in subject.rows]), encoding="utf-8")
         try:
             tools.run(PROGRAM, str(folder), str(asked), str(logits), between=subject.between)
         except ToolFailed as error:
-            raise Withheld(f"compressed-tensors does not read it: {error}") from error
+            raise Withheld(f"{reader.library} does not read it: {error}") from error
         return torch.from_numpy(np.load(logits))
-
-
-def reader() -> str:
-    """The library that reads the folders, with its version."""
-    return f"compressed-tensors {pinned('compressed', 'compressed-tensors')}"

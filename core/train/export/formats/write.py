@@ -15,7 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
-from core.spec.axes.export import FP8, GGUF, GPTQ, Export, LMEval, Merged, VLLMAdapter, about
+from core.spec.axes.export import (
+    FP8,
+    GGUF,
+    GPTQ,
+    Export,
+    LMEval,
+    Merged,
+    TorchAOInt4,
+    TorchAOInt8,
+    VLLMAdapter,
+    about,
+)
 from core.spec.axes.method import Full
 from core.train.base.disk import disk_full
 from core.train.base.events import EventWriter
@@ -69,11 +80,11 @@ def _written(item: Export, subject: Subject, folder: Path) -> dict[str, Any]:
             from core.train.export.formats.vllm import write_vllm
 
             return write_vllm(item, subject, folder)
-        case FP8():
-            from core.train.export.formats.packed import write_fp8
+        case FP8() | TorchAOInt8():
+            from core.train.export.formats.packed import write_rounded
 
-            return write_fp8(item, subject, folder)
-        case GPTQ():
+            return write_rounded(item, subject, folder)
+        case GPTQ() | TorchAOInt4():
             from core.train.export.formats.packed import write_gptq
 
             return write_gptq(item, subject, folder)

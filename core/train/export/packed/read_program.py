@@ -1,10 +1,10 @@
-"""A program over the `compressed` tools: logits of a folder in the layout of compressed-tensors, as that library and
-transformers read it.
+"""A program over the `compressed` or the `torchao` tools: logits of a folder with quantised weights, as that library
+and transformers read it.
 
     read_program.py FOLDER ROWS LOGITS
 
 ROWS is a JSON file of lists of ids, LOGITS a NumPy file of the logits of all rows, one row below the other. Weights are
-dequantised by the library; what flows between the layers is float32.
+dequantised by the library, inputs of layers rounded where the folder says so; what flows between the layers is float32.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ def main() -> None:
     )
     model.eval()
     with torch.no_grad():
-        model(input_ids=torch.tensor([rows[0][:1]]), use_cache=False)  # the library dequantises at the first call
+        model(
+            input_ids=torch.tensor([rows[0][:1]]), use_cache=False
+        )  # compressed-tensors dequantises at the first call
         nn.Module.float(model)  # transformers refuses to do so for quantised models
+        for layer in (one for one in model.modules() if isinstance(one, nn.Linear)):
+            if layer.weight.dtype != torch.float32:  # torchao's tensors say what their layers compute in
+                layer.weight = nn.Parameter(layer.weight.to(torch.float32), requires_grad=False)
         found = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0].float() for row in rows]
     np.save(logits, torch.cat(found).numpy())
 
