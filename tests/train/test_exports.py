@@ -32,7 +32,7 @@ from core.train.render.families import FAMILIES
 from core.train.render.jinja.template import without_marks
 from core.train.tools.install import ToolsMissing
 from tests.support.family_tokenizers import family_tokenizer
-from tests.support.tools import CACHE, gguf_tools
+from tests.support.tools import CACHE, gguf_tools, torchao_tools
 from tests.support.trainer import events, log, notices, pairs, write_rows, write_run
 
 AXES: dict[str, Any] = {
@@ -70,15 +70,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_job_hands_back_what_each_reader_reads(tmp_path: Path, model_dir: Path) -> None:
     gguf_tools()
+    torchao_tools()
     rows = write_rows(tmp_path / "train.jsonl", pairs(16))
     held_out = write_rows(tmp_path / "eval.jsonl", pairs(24)[16:])
     small = {"type": "gguf", "quantization": "Q4_K_M"}
-    exports = [{"type": "merged", "min_retention": 1}, "gguf", {"type": "gguf", "quantization": "F16"}, small]
+    exports = [
+        {"type": "merged", "min_retention": 1},
+        "gguf",
+        {"type": "gguf", "quantization": "F16"},
+        small,
+        "torchao_int8",
+    ]
     axes = AXES | {"name": "Small talk", "export": exports}
     run_dir = write_run(tmp_path / "run", model_dir, rows, held_out=held_out, cache_dir=CACHE, **axes)
     assert run(run_dir) == EXIT_OK, (events(run_dir)[-1], log(run_dir))
     last, artifacts = events(run_dir)[-1], run_dir / "artifacts"
-    merged, q8, f16, q4 = last["result"]["export"]
+    merged, q8, f16, q4, int8 = last["result"]["export"]
 
     for outcome, required in ((q8, 0.99), (f16, 0.999), (q4, 0.9)):
         found = outcome["retention"]
@@ -101,6 +108,10 @@ def test_a_job_hands_back_what_each_reader_reads(tmp_path: Path, model_dir: Path
     assert f"| gguf-Q8_0 | {q8['retention']['retention']:.4f} | 0.99 |" in card
     assert "llama-server -m model-Q8_0.gguf" in card
     assert "| withheld/merged |" in (artifacts / "adapter/README.md").read_text()
+    assert int8["released"] and kinds["torchao_int8/model.safetensors"] == "model", int8
+    card = (artifacts / "torchao_int8/README.md").read_text()
+    assert "in 8-bit integers) of" in card and "With the package `torchao`:\n\n```python" in card
+    assert "base_model_relation: quantized" in card and "library_name: transformers" in card
 
     fields = gguf.GGUFReader(artifacts / "gguf-Q8_0/model-Q8_0.gguf").fields
     assert fields["general.name"].contents() == "Small talk" and "general.finetune" not in fields

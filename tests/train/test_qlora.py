@@ -181,9 +181,10 @@ def test_what_a_packed_base_rules_out(tmp_path: Path, packed_dir: Path, rows: Pa
     assert error["field"] == "quantization" and "already quantised as nf4 and cannot become int8" in error["message"]
     error = refusal(tmp_path / "full", packed_dir, rows, method="full")
     assert error["field"] == "method" and "method: qlora" in error["message"]
-    onto = [{"type": "merged", "merge_onto": "original"}]
-    error = refusal(tmp_path / "onto", packed_dir, rows, export=onto)
-    assert error["field"] == "export" and "no 16-bit weights" in error["message"]
+    for kind in ("merged", "torchao_int8"):
+        onto = [{"type": kind, "merge_onto": "original"}]
+        error = refusal(tmp_path / kind, packed_dir, rows, export=onto)
+        assert error["field"] == "export" and "no 16-bit weights" in error["message"]
 
 
 def test_a_packed_base_is_measured_as_what_it_stands_for(tiny_dir: Path, packed_dir: Path) -> None:
