@@ -107,9 +107,12 @@ def _reward_model_folders(claim: Claim, prepared: dict[str, Any], layout: Layout
         files = {"model_dir": "config.json", "adapter_dir": TRAINED[False], "tokenizer_dir": "tokenizer_config.json"}
         if gone := [name for name, folder in folders.items() if not (Path(folder) / files[name]).is_file()]:
             raise ModelGone(f"the reward model `{one['reward']}` is no longer on the data root ({one[gone[0]]})")
-        pin = pins.get(one["reward"])
-        spec = None if pin is None else JobSpec.model_validate(pin.spec)
-        found.append(RewardModelFolder(reward=one["reward"], source=one["source"], spec=spec, **folders))
+        made = RewardModelFolder(reward=one["reward"], source=one["source"], model_dir=folders["model_dir"])
+        made = made.model_copy(update=folders)
+        if (pin := pins.get(one["reward"])) is not None and (handed := pin.chain.newest) is not None:
+            spec = JobSpec.model_validate(pin.spec)
+            made = made.model_copy(update={"spec": spec, "job": handed.job, "sha256": handed.sha256})
+        found.append(made)
     return found
 
 

@@ -87,6 +87,8 @@ def test_a_job_is_scored_by_the_model_of_another_and_needs_it(
     (scored_by,) = told["reward_models"]
     assert (scored_by["reward"], scored_by["job"]) == ("model", reward_model)
     assert "adapter/adapter_model.safetensors" in scored_by["weights"]
+    card = service.artifact(job_id, "adapter/README.md").decode()
+    assert f"- `model`: `{reward_model}`, weights" in card
 
 
 def test_rewards_of_a_reward_model_can_be_tried(service: Service, tiny: str, prompts: str, reward_model: str) -> None:

@@ -70,6 +70,11 @@ class ModelChain(SpecModel):
         return [*ends, *self.merges]
 
     @property
+    def newest(self) -> HandedBack | None:
+        """What the newest job of the chain has handed back."""
+        return self.adapter or (self.merges[-1] if self.merges else self.weights)
+
+    @property
     def jobs(self) -> list[str]:
         """Ids of the jobs whose weights are needed."""
         return sorted({one.job for one in self.handed_back})

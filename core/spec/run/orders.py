@@ -96,8 +96,12 @@ class RewardModelFolder(SpecModel):
     """Folder of the tokenizer; null: `model_dir`."""
     source: dict[str, Any] = Field(default_factory=dict)
     """Where it came from, for the run record."""
+    job: str | None = None
+    """Id of the job that trained it; null: no job of eft did."""
+    sha256: str | None = None
+    """Hash of what that job handed back."""
     spec: JobSpec | None = None
-    """The job that trained it: rendering of its rows, format of its weights; null: no job of eft did."""
+    """The spec of that job: rendering of its rows, format of its weights."""
 
 
 class RunOrder(SpecModel):

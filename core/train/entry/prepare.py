@@ -244,7 +244,7 @@ def _chain_tokenizer(
     on_progress: OnProgress,
 ) -> Prepared:
     """The tokenizer of the newest job of the chain, with the configuration of its base model."""
-    newest = chain.adapter or (chain.merges[-1] if chain.merges else chain.weights)
+    newest = chain.newest
     assert newest is not None  # a chain has at least one job
     tokenizer: Path | None = checked_folder(runs_dir, newest, cache.digest)
     if tokenizer is not None and not has_tokenizer(tokenizer):

@@ -114,7 +114,7 @@ def model_card(
         lines += ["## Held-out evaluation", "", "| | before | after |", "|---|---|---|"]
         lines += [f"| {name} | {_figure(before, name)} | {_figure(after, name)} |" for name in after]
         lines += ["", f"Over {data['eval']['rows']} rows that were not trained on.{_chosen(result)}", ""]
-    lines += _lineage(record.get("lineage") or [])
+    lines += _lineage(record.get("lineage") or []) + _scored_by(record.get("reward_models") or [])
     lines += _answers(samples, _handed_back(result))
     lines += [
         "## Limits",
@@ -164,6 +164,18 @@ def _lineage(ancestors: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"| `{one['job']}` | {one['stage']} | {one['method']} | {data} | `{one['spec_sha256'][:12]}…` | {weights} |"
         )
+    return [*lines, ""]
+
+
+def _scored_by(models: Sequence[dict[str, Any]]) -> list[str]:
+    """The reward models whose scores it learned from."""
+    if not models:
+        return []
+    lines = ["## Reward models", ""]
+    for one in models:
+        source = one["model"].get("id") or one["model"].get("path") or "a folder"
+        what = f"`{one['job']}`, weights `{one['sha256'][:12]}…`" if one["job"] else source
+        lines.append(f"- `{one['reward']}`: {what}")
     return [*lines, ""]
 
 

@@ -150,6 +150,8 @@ class Scorer:
         """Its entry in the run record."""
         return {
             "reward": self.folder.reward,
+            "job": self.folder.job,
+            "sha256": self.folder.sha256,
             "model": self.folder.source,
             "adapter": self.folder.adapter_dir is not None,
             "rendering": self.renderer.describe(),

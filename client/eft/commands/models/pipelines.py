@@ -197,9 +197,20 @@ def print_lineage(output: Output, found: list[dict[str, Any]]) -> None:
         told = [("data", ", ".join(one["data"]["train"])), ("spec", one["spec_sha256"])]
         told += [("template", one["template_sha256"]), ("code", one["code"]["sha256"])]
         told += [(name, digest) for name, digest in one["weights"].items() if name.endswith(".safetensors")]
+        told += [(f"answers scored by {scorer['job']}", digest) for scorer, digest in _scorers(one)]
         for name, digest in told:
             if digest:
                 output.data.print(f"    {escape(name)}: {digest}", soft_wrap=True, highlight=False)
+
+
+def _scorers(generation: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """The reward models of a job, each with the hash of its weights."""
+    return [
+        (scorer, digest)
+        for scorer in generation.get("reward_models", ())
+        for name, digest in scorer["weights"].items()
+        if name.endswith(".safetensors")
+    ]
 
 
 def refuse_job_options(several: str, /, **given: Any) -> None:
