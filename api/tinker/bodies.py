@@ -158,6 +158,15 @@ class Polled(Lenient):
     timeout: Annotated[float, Field(ge=0)] | None = None
 
 
+class CopyWish(Lenient):
+    source_path: str
+    destination_project_id: str | None = None
+    session_id: str | None = None
+    model_seq_id: Number | None = None
+    ttl_seconds: Ttl | None = None
+    weights_access_token: str | None = None
+
+
 class Moved(Lenient):
     project_id: str
 

@@ -33,7 +33,7 @@ RUNS = f"tinker {'_' * 32} m%"
 """Names of sessions, in SQL: those of models have an `m` before their number, those of samplers an `s`."""
 _RUN = re.compile(r"([0-9a-f]{32}):train:([0-9]{1,10})")
 _PATH = re.compile(rf"tinker://([^/]+)/(weights|sampler_weights)/({bodies.SAVED_NAME})")
-_SESSION = re.compile(r"[0-9a-f]{32}")
+SESSION = re.compile(r"[0-9a-f]{32}")
 CLONE = 10**9
 """Numbers of requests that each client of a sampling session has."""
 _CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
@@ -214,7 +214,7 @@ class Door:
 
     def _host(self, wish: bodies.NewSampler, base: NamedBase) -> str:
         """The session that computes for a sampler: one of this client that has the base, or a new one."""
-        if _SESSION.fullmatch(wish.session_id):
+        if SESSION.fullmatch(wish.session_id):
             with self.app.database.read() as session:
                 for known in records.beginning(session, self.actor, named(wish.session_id, "")):
                     if Status(known.job.status) not in FINAL and bases.of_session(known.row.spec).shown == base.shown:
@@ -235,12 +235,12 @@ class Door:
 
     def heard(self, session_id: str) -> None:
         """A client lives. One that has made no model yet has no session of ours."""
-        if _SESSION.fullmatch(session_id):
+        if SESSION.fullmatch(session_id):
             idle.heard(self.app.database, self.actor, named(session_id, ""))
 
     def finish(self, session_id: str) -> None:
         """Close the sessions of a client that has ended; what they saved stays."""
-        if not _SESSION.fullmatch(session_id):
+        if not SESSION.fullmatch(session_id):
             raise NotFound("there is no such session", field="session_id")
         with self.app.database.write() as session:
             for found in records.beginning(session, self.actor, named(session_id, "")):
@@ -248,7 +248,7 @@ class Door:
 
     def _open(self, session_id: str, part: str, base: NamedBase, about: dict[str, Any] | None = None) -> str:
         """The session of this name, made if it is not there. The same request again is the same session."""
-        if not _SESSION.fullmatch(session_id):
+        if not SESSION.fullmatch(session_id):
             raise NotFound("there is no such session: `create_session` makes one", field="session_id")
         name = named(session_id, part)
         metadata = _in_words(about) | {bases.SHOWN: base.shown}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from api.tinker import bases, door
-from api.tinker.door import Door
+from api.tinker import bases, bodies, door
+from api.tinker.door import ADAPTER, Door
 from core.db.tables import SessionSave
-from core.errors import NotFound
-from core.jobs.lifecycle.sessions import records, saves
+from core.errors import NotFound, SpecError
+from core.jobs.lifecycle.sessions import copies, records, saves
 from core.jobs.lifecycle.sessions.records import FoundSession
 from core.jobs.lifecycle.sessions.saves import Saved
+from core.jobs.policies.volume import VolumeLimits
 
 TYPES = {"weights": "training", "sampler_weights": "sampler"}
 MOST = 1000
@@ -112,6 +115,37 @@ def session(of: Door, session_id: str) -> dict[str, Any]:
         "training_run_ids": [door.model_id(one) for one in found if one not in samplers],
         "sampler_ids": [one.row.id for one in samplers],
     }
+
+
+def copy(of: Door, source: Door, wish: bodies.CopyWish, once: str) -> str:
+    """Tinker's path of a copy that belongs to the project of `of`, made of what `source` may read. The same `once`
+    again is the same copy. Raises NotFound, SpecError, Conflict."""
+    found, row = source.saved(wish.source_path)
+    if wish.session_id is not None:
+        if not door.SESSION.fullmatch(wish.session_id) or wish.model_seq_id is None:
+            words = "a copy of a session needs a `session_id` that `create_session` made, and a `model_seq_id`"
+            raise SpecError(words, field="session_id", code="invalid_value")
+        name = door.named(wish.session_id, f"m{wish.model_seq_id}")
+    else:
+        asked = f"{of.actor.project_id}/{once}/{wish.source_path}" if once else secrets.token_hex(16)
+        name = door.named(hashlib.sha256(asked.encode()).hexdigest()[:32], "m0")
+    base = bases.of_session(found.row.spec)
+    document = {"name": name, "model": base.model, "metadata": {bases.SHOWN: base.shown}}
+    spec, job = of.sessions.checked(of.actor, document)
+    bounds = VolumeLimits.of(of.app.settings)
+    with of.app.database.write() as session:
+        made, saved = copies.write(
+            session,
+            of.actor,
+            of.app.layout,
+            spec,
+            job,
+            row,
+            model=ADAPTER,
+            ttl_seconds=wish.ttl_seconds,
+            bounds=bounds,
+        )
+        return door.tinker_path(made, saved)
 
 
 def _checkpoint(of: Door, found: FoundSession, saved: Saved) -> dict[str, Any]:

@@ -8,18 +8,20 @@ from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
-from api.auth.policy import Reading, Writing
-from api.deps import App
+from api.auth.permit import lacks
+from api.auth.policy import Policy, Reading, Role, Scope, Writing
+from api.deps import App, address_of, identify
 from api.http.body import read_body
 from api.tinker import bodies, runs
 from api.tinker.door import Door
-from core.errors import SpecError
+from core.errors import Forbidden, SpecError
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)
 
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 Count = Annotated[int, Query(ge=1, le=1000)]
 Kind = Literal["weights", "sampler_weights"]
+_READS = Policy(Scope.READ, Role.VIEWER)
 
 
 @router.post("/weights_info")
@@ -27,6 +29,32 @@ async def weights_info(request: Request, principal: Reading, app: App) -> Respon
     """What saved weights are of."""
     wish = bodies.parsed(bodies.SavedPath, await read_body(request, app.settings.max_body_bytes))
     return JSONResponse(await run_in_threadpool(runs.weights_info, Door(app, principal), wish.tinker_path))
+
+
+@router.post("/copy_weights")
+async def copy_weights(request: Request, principal: Writing, app: App) -> Response:
+    """Copy saved weights into the project of the key; with a key of another project as access token, from there."""
+    wish = bodies.parsed(bodies.CopyWish, await read_body(request, app.settings.max_body_bytes))
+    if wish.destination_project_id not in (None, principal.project_id, principal.project_name):
+        words = (
+            f"a copy is made in the project of the key, `{principal.project_name}`: use a key of the destination, and "
+            "give one of the source as `weights_access_token`"
+        )
+        raise SpecError(words, field="destination_project_id", code="invalid_value")
+    token = request.headers.get("x-tinker-weights-access-token") or wish.weights_access_token
+    once = request.headers.get("x-idempotency-key", "")
+
+    def copy() -> str:
+        source = Door(app, principal)
+        if token is not None:
+            other = identify(app, token.removeprefix("tml-"), address_of(request))
+            if lacks(other, _READS) is not None:
+                words = "the access token is a key that may not read its project"
+                raise Forbidden(words, field="weights_access_token")
+            source = Door(app, other)
+        return runs.copy(Door(app, principal), source, wish, once)
+
+    return JSONResponse({"tinker_path": await run_in_threadpool(copy)})
 
 
 @router.get("/training_runs")

@@ -199,6 +199,7 @@ def test_noise_is_refused_and_never_a_fault_of_ours(here: World, boss: Caller, r
         "retrieve_futures": {"target": {"sampling_session_id": "x:y"}, "prev_cursor": 0, "timeout": 0},
         "join_sampling_session": {"sampling_session_id": "x:y"},
         "cancel_future": {"request_id": f"{run}.1"},
+        "copy_weights": {"source_path": f"tinker://{run}/weights/x", "destination_project_id": None, "ttl_seconds": 5},
     }
     for route, body in routes.items():
         for field in body:
@@ -250,6 +251,43 @@ def test_sparse_tensors_are_written_out_or_refused() -> None:
             messages.numbers([5, 6, 7], shape, indices, "x")
     with pytest.raises(SpecError):
         messages.numbers([5, 6, 7], [2, 2], None, "x")
+
+
+@pytest.mark.both_databases
+def test_a_copy_of_saved_weights_is_of_the_project_that_asked(here: World, boss: Caller, rival: Caller) -> None:
+    run = model(here, boss)
+    ticket = save(here, boss, run, 1, "first", user_metadata={"batch": 7})
+    path = f"tinker://{run}/weights/first"
+
+    def copy(caller: Caller, once: str = "", token: str | None = None, **more: Any) -> Any:
+        given = {"x-idempotency-key": once, "x-tinker-weights-access-token": token}
+        headers = {name: value for name, value in given.items() if value}
+        body = {"source_path": path} | more
+        return here.ask("POST", "/api/v1/copy_weights", caller.key, json=body, headers=headers)
+
+    mine = copy(boss, "one", ttl_seconds=3600)
+    assert mine.status_code == 200 and copy(boss, "one", ttl_seconds=3600).json() == mine.json()
+    assert copy(boss, "two").json() != mine.json()
+    assert copy(rival).status_code == 404 and copy(rival, token="tml-eft_wrong").status_code == 401
+    elsewhere = copy(boss, destination_project_id=here.rivals.id)
+    assert elsewhere.status_code == 400 and "weights_access_token" in elsewhere.json()["detail"]
+    theirs = copy(rival, token=f"tml-{boss.key}", destination_project_id=here.rivals.id).json()["tinker_path"]
+    copied = theirs.split("/")[2]
+    assert names(here, rival, copied) == ["weights/first"] and copied != run
+    about = here.ask("GET", f"/api/v1/training_runs/{copied}", rival.key).json()
+    assert about["lora_rank"] == 8 and about["last_checkpoint"]["user_metadata"] == {"batch": "7"}
+    assert send(here, boss, "weights_info", {"tinker_path": theirs}).status_code == 404
+    assert here.ask("DELETE", f"/api/v1/training_runs/{run}/checkpoints/weights/first", boss.key).status_code == 204
+    with here.database.write() as session:
+        host = ticket.partition(".")[0]
+        session.execute(update(SessionRow).where(SessionRow.id == host).values(snapshot=100))
+    assert saves.sweep(here.database, here.layout) == 1, "the files of a copy are its own"
+    assert send(here, rival, "weights_info", {"tinker_path": theirs}).json()["lora_rank"] == 8
+    step = send(here, rival, "optim_step", {"model_id": copied, "seq_id": 1, "adam_params": {}})
+    assert step.status_code == 400 and "ended" in step.json()["detail"], "there is nothing to train"
+    again = {"session_id": "1" * 32, "model_seq_id": 0}
+    assert copy(boss, **again).status_code == 404, "it has gone"
+    assert copy(boss, session_id="x", model_seq_id=0).status_code in (400, 404)
 
 
 @pytest.mark.both_databases

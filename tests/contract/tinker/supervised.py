@@ -220,13 +220,16 @@ def shared(service: tinker.ServiceClient, training: tinker.TrainingClient, saved
         except tinker.BadRequestError as error:
             refused[name] = str(error)
     listed.unpublish_checkpoint_from_tinker_path(saved).result()
+    copied = listed.copy_weights(saved, "default").result()
+    rank = listed.get_weights_info_by_tinker_path(copied).result().lora_rank
+    scored = service.create_sampling_client(model_path=copied).compute_logprobs(types.ModelInput.from_ints(ROWS[0]))
     sampler = training.save_weights_and_get_sampling_client()
     other = pickle.loads(pickle.dumps(sampler))
     prompt = types.ModelInput.from_ints(ROWS[0])
     params = types.SamplingParams(max_tokens=4, temperature=1.0, seed=3, stop=[])
     asked = [one.sample(prompt, num_samples=1, sampling_params=params) for one in (sampler, other) for _ in range(8)]
     answers = [list(one.result().sequences[0].tokens) for one in asked]
-    return {"refused": refused, "answers": answers}
+    return {"refused": refused, "answers": answers, "copied": [copied, rank, scored.result()]}
 
 
 def wait(step: int) -> None:

@@ -145,6 +145,8 @@ def test_what_was_saved_is_listed_and_goes(told: dict[str, Any]) -> None:
 def test_clients_of_one_sampler_and_what_a_single_box_refuses(told: dict[str, Any]) -> None:
     shared = told["shared"]
     assert len(shared["answers"]) == 16 and all(answer == shared["answers"][0] for answer in shared["answers"])
+    path, rank, scored = shared["copied"]
+    assert path != told["saved"] and rank == 4 and scored == told["of_prompt"]
     assert "project" in shared["refused"]["publish"] and "key" in shared["refused"]["move"]
 
 
