@@ -42,6 +42,7 @@ from api.models.upload_router import router as model_upload_router
 from api.nodes.router import router as nodes_router
 from api.notices.router import router as notices_router
 from api.notices.sender import Sender
+from api.otlp.exporter import TraceExporter
 from api.pipelines.router import router as pipelines_router
 from api.pipelines.schemas import openapi_schemas as pipeline_schemas
 from api.queue.gpus_router import router as gpus_router
@@ -175,9 +176,12 @@ def _lifespan(state: AppState) -> Callable[[FastAPI], AbstractAsyncContextManage
         state.last_use.start()
         sender = Sender(state.database, state.settings)
         sender.start()
+        exporter = TraceExporter(state.database, state.settings)
+        exporter.start()
         yield
         state.hub.close()
         sender.close()
+        exporter.close()
         state.last_use.close()
         state.upload_threads.shutdown(wait=False, cancel_futures=True)
         state.checkers.close()

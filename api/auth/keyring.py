@@ -97,7 +97,8 @@ def create(session: Session, principal: Principal, wish: KeyWish, settings: Sett
     rights = _rights(session, principal, wish)
     _room(session, whose, where, settings.keys_per_member)
     now = read_now(session)
-    expires_at = _end(principal, wish.expires_in_days, now, settings)
+    maker, latest = _maker(session, principal)
+    expires_at = _end(latest, wish.expires_in_days, now, settings)
     key, row = service.create(
         session,
         user_id=whose,
@@ -106,7 +107,7 @@ def create(session: Session, principal: Principal, wish: KeyWish, settings: Sett
         scope=scope,
         expires_at=expires_at,
         created_by=principal.user_id,
-        made_with=principal.key_id,
+        made_with=maker,
         rights=rights,
     )
     told = {
@@ -159,7 +160,7 @@ def rotate(
             field="key_id",
         )
     _room(session, old.user.id, old.project.id, settings.keys_per_member, besides=key_id)
-    expires_at = _successors_end(principal, old.key, expires_in_days, now, settings)
+    expires_at = _successors_end(session, principal, old.key, expires_in_days, now, settings)
     ends = now + overlap_seconds if old.key.expires_at is None else min(now + overlap_seconds, old.key.expires_at)
     key, row = service.create(
         session,
@@ -232,13 +233,23 @@ def _room(session: Session, user_id: str, project_id: str, most: int, *, besides
         )
 
 
-def _end(principal: Principal, days: float | None, now: float, settings: Settings) -> float | None:
-    """When a new key ends. Raises BadRequest for more than the asking key, or the box, allows."""
+def _maker(session: Session, principal: Principal) -> tuple[str | None, float | None]:
+    """The key that a new one ends with, and when that expires. For a session of the dashboard it is the key that the
+    session was opened with: a key that somebody makes in a browser lasts when they sign out."""
+    if not principal.session:
+        return principal.key_id, principal.expires_at
+    opened_with = session.get_one(ApiKey, principal.key_id).made_with
+    assert opened_with is not None, "a session is made with a key"
+    return opened_with, session.get_one(ApiKey, opened_with).expires_at
+
+
+def _end(latest: float | None, days: float | None, now: float, settings: Settings) -> float | None:
+    """When a new key ends. Raises BadRequest for later than `latest`, or than the box allows."""
     longest = None if settings.key_longest_days == 0 else now + settings.key_longest_days * DAY
     if days is None:
-        return min((end for end in (principal.expires_at, longest) if end is not None), default=None)
+        return min((end for end in (latest, longest) if end is not None), default=None)
     wanted = now + days * DAY
-    if principal.expires_at is not None and wanted > principal.expires_at:
+    if latest is not None and wanted > latest:
         raise BadRequest(
             "a key cannot live longer than the one it is made with; leave `expires_in_days` out for as long",
             field="expires_in_days",
@@ -252,13 +263,13 @@ def _end(principal: Principal, days: float | None, now: float, settings: Setting
 
 
 def _successors_end(
-    principal: Principal, old: ApiKey, days: float | None, now: float, settings: Settings
+    session: Session, principal: Principal, old: ApiKey, days: float | None, now: float, settings: Settings
 ) -> float | None:
     """That of the old key, unless an admin gives a later one: rotation must not keep a lent key alive."""
     if days is None:
         longest = None if settings.key_longest_days == 0 else now + settings.key_longest_days * DAY
         return min((end for end in (old.expires_at, longest) if end is not None), default=None)
-    wanted = _end(principal, days, now, settings)
+    wanted = _end(_maker(session, principal)[1], days, now, settings)
     later = old.expires_at is not None and wanted is not None and wanted > old.expires_at
     if later and not (principal.manages or principal.operates):
         raise BadRequest(

@@ -112,18 +112,23 @@ def _gpus(seats: Sequence[SlotState]) -> list[Family]:
     outside = Family("eft_gpu_outside_memory_bytes", "gauge", "Memory of processes that are not eft's")
     busy = Family("eft_gpu_utilization_ratio", "gauge", "Time in which something ran on a GPU, 0 to 1, by its driver")
     used = Family("eft_gpu_memory_used_bytes", "gauge", "Memory of a GPU in use by anybody, by its driver")
+    heat = Family("eft_gpu_temperature_celsius", "gauge", "Temperature of a GPU, of its hottest spot where known")
+    power = Family("eft_gpu_power_watts", "gauge", "Power that a GPU draws, by its driver")
     for seat in seats:
         of = {"node": seat.node, "gpu": seat.label}
         if (percent := seat.live.get("busy_percent")) is not None:
             busy.add(percent / 100, **of)
         if (taken := seat.live.get("used_bytes")) is not None:
             used.add(taken, **of)
+        for family, figure in ((heat, "celsius"), (power, "watts")):
+            if (value := seat.live.get(figure)) is not None:
+                family.add(value, **of)
         memory.add(seat.slot.memory_bytes, **of, vendor=seat.slot.vendor, arch=seat.slot.arch)
         in_use.add(seat.busy is not None, **of)
         for one in STATES:
             state.add(seat.state == one, **of, state=one)
         outside.add(sum(int(process.get("bytes") or 0) for process in seat.processes), **of)
-    return [memory, in_use, state, outside, busy, used]
+    return [memory, in_use, state, outside, busy, used, heat, power]
 
 
 def _running(session: Session, names: dict[str, str], seats: Sequence[SlotState]) -> list[Family]:

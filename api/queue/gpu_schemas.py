@@ -49,6 +49,8 @@ _GPU: dict[str, Any] = {
     "processes": [],
     "busy_percent": 0,
     "used_bytes": 297795584,
+    "celsius": 41,
+    "watts": 133,
 }
 
 
@@ -88,6 +90,10 @@ class GpuView(AttributeDocsModel):
     MIG slice and the CPU, or the worker is silent."""
     used_bytes: int | None
     """Memory of the GPU in use by any process, bytes; null as above."""
+    celsius: int | None
+    """Temperature: of the hottest spot of an AMD card, of the GPU of an NVIDIA card; null as above."""
+    watts: int | None
+    """Power that the card draws; null as above."""
 
 
 class GpuList(BaseModel):
@@ -145,6 +151,8 @@ def gpu_view(seat: SlotState, project_id: str) -> dict[str, Any]:
         "processes": [{key: process.get(key) for key in _PROCESS} for process in seat.processes],
         "busy_percent": seat.live.get("busy_percent"),
         "used_bytes": seat.live.get("used_bytes"),
+        "celsius": seat.live.get("celsius"),
+        "watts": seat.live.get("watts"),
     }
 
 

@@ -19,6 +19,7 @@ from api.web.pages import (
     jobs_router,
     models_router,
     new_router,
+    people_router,
     rollouts_router,
     try_router,
 )
@@ -80,6 +81,7 @@ ROUTERS = (
     new_router.router,
     box_router.router,
     files_router.router,
+    people_router.router,
     models_router.router,
     try_router.router,
 )

@@ -24,11 +24,7 @@ class Views:
         self.principal = principal
         self._policies: dict[Any, Policy] = request.app.state.__dict__.setdefault(
             "policies_of_endpoints",
-            {
-                route.endpoint: policy_of(route)
-                for route in request.app.state.routes
-                if isinstance(route, APIRoute) and "GET" in (route.methods or ())
-            },
+            {route.endpoint: policy_of(route) for route in request.app.state.routes if isinstance(route, APIRoute)},
         )
 
     def ask(self, route: Callable[..., Response], /, **parameters: Any) -> Any:
@@ -41,6 +37,10 @@ class Views:
         reply = route(principal=self.principal, app=self.app, **parameters)
         text = bytes(reply.body).decode()
         return json.loads(text) if reply.headers["content-type"].startswith("application/json") else text
+
+    def can(self, route: Callable[..., Any], /) -> bool:
+        """Whether the policy of this route, of any method, lets the principal pass: whether to show what calls it."""
+        return lacks(self.principal, self._policies[route]) is None
 
     def may(self, route: Callable[..., Response], /, **parameters: Any) -> Any:
         """As `ask`; None where the route is not for this principal."""

@@ -1,7 +1,7 @@
-"""What GPUs do at this moment: how busy they are and how much of their memory is taken, for dashboards.
+"""What GPUs do at this moment: load, memory in use, temperature and power, for dashboards.
 
-AMD: amdgpu's files of the render node (https://docs.kernel.org/gpu/amdgpu/thermal.html, `gpu_busy_percent`, and
-driver-misc.html, `mem_info_vram_used`), amd-smi where they are out of reach; NVIDIA: nvidia-smi. Reading two files
+AMD: amdgpu's files of the render node (https://docs.kernel.org/gpu/amdgpu/thermal.html, `gpu_busy_percent` and `hwmon`,
+and driver-misc.html, `mem_info_vram_used`), amd-smi where they are out of reach; NVIDIA: nvidia-smi. Reading files
 costs nothing; amd-smi takes a second of a core, so the caller says how often. An unknown figure is None, never
 0: the file of an APU may be there and answer EOPNOTSUPP, and a partition or a MIG slice has no figures of its own, only
 its card.
@@ -10,24 +10,11 @@ its card.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.hardware.device_mask import Gpu
 from core.hardware.sources import kfd, nvidia, rocm
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """Activity of one GPU. None: unknown."""
-
-    busy_percent: int | None = None
-    """Time in which something ran on it, 0 to 100, over the driver's own window (a second or less)."""
-    used_bytes: int | None = None
-    """Bytes of its memory in use, by any process."""
-
-
-NOTHING = Live()
+from core.hardware.sources.live import NOTHING, Live
 
 
 def look(
@@ -42,15 +29,15 @@ def look(
     why: list[str] = []
     unseen = []
     for gpu in (gpu for gpu in whole if gpu.vendor == "amd"):
-        found[gpu.uuid] = Live(kfd.busy_percent(gpu, sysfs), kfd.used_bytes(gpu, sysfs))
+        found[gpu.uuid] = kfd.live(gpu, sysfs)
         if found[gpu.uuid] == NOTHING:
             unseen.append(gpu)
     if unseen and amd_smi:
         told, failed = rocm.live(environ, sysfs.parent, seconds)
-        found |= {gpu.uuid: Live(*told[gpu.bdf]) for gpu in unseen if gpu.bdf in told}
+        found |= {gpu.uuid: told[gpu.bdf] for gpu in unseen if gpu.bdf in told}
         why += [] if failed is None else [failed]
     if any(gpu.vendor == "nvidia" for gpu in whole):
         shown, failed = nvidia.live(environ, sysfs.parent, seconds)
-        found |= {gpu.uuid: Live(*shown[gpu.uuid]) for gpu in whole if gpu.uuid in shown}
+        found |= {gpu.uuid: shown[gpu.uuid] for gpu in whole if gpu.uuid in shown}
         why += [] if failed is None else [failed]
     return {uuid: live for uuid, live in found.items() if live != NOTHING}, why

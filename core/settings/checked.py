@@ -105,7 +105,7 @@ class Settings(SettingFields):
         check_server(value, needs_host=value.startswith(("redis://", "rediss://")))
         return value
 
-    @field_validator("public_url", "s3_endpoint")
+    @field_validator("public_url", "s3_endpoint", "otlp_endpoint")
     @classmethod
     def _address(cls, value: str) -> str:
         if value and not value.startswith(("http://", "https://")):
@@ -156,7 +156,14 @@ class Settings(SettingFields):
             ipaddress.ip_network(part)  # its error names what is wrong
         return value
 
-    @field_validator("node_labels", "webhook_allow", "reward_allow", "trusted_proxies", mode="before")
+    @field_validator("otlp_headers")
+    @classmethod
+    def _headers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(re.fullmatch(r"[A-Za-z0-9_-]+=[\x21-\x7e][\x20-\x7e]*", part) for part in value):
+            raise ValueError("must be `name=value`, or several of them with commas between")
+        return value
+
+    @field_validator("node_labels", "webhook_allow", "reward_allow", "trusted_proxies", "otlp_headers", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:
         if isinstance(value, str):

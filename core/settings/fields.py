@@ -187,6 +187,11 @@ class SettingFields(BaseSettings):
     """Timeout of one webhook delivery, from the DNS lookup to the response, in seconds."""
     webhook_disable_days: Seconds = 5.0
     """Days of failures without a success after which a webhook is disabled."""
+    otlp_endpoint: str = ""
+    """Base address of an OpenTelemetry collector, e.g. `http://127.0.0.1:4318`: the trace of every job that ends is
+    sent to `/v1/traces` below it (docs/notices.md). Default: none."""
+    otlp_headers: NameList = Field(default=(), repr=False)
+    """Headers for that collector (comma-separated), each `name=value`. Prefer EFT_OTLP_HEADERS_FILE for secrets."""
     webhook_keep_days: Seconds = 30.0
     """Days for which delivered notifications and dead letters are kept."""
 

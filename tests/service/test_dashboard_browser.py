@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.browser import MISSING, Browser, browser, programs
@@ -242,6 +243,57 @@ def _answers(service: Service) -> bool:
         return service.client.get("/healthz").status_code == 200
     except Exception:
         return False
+
+
+def test_people_are_added_changed_and_limited(service: Service, window: Browser) -> None:
+    window.go("ui/people")
+    window.type("#new-user input[name=name]", f"bob {MARKUP}")
+    window.click("#new-user button")
+    window.wait_for_text("#users", MARKUP)
+    window.type("#new-member input[name=user]", f"bob {MARKUP}")
+    window.click("#new-member button")
+    window.wait_for_text("#members", MARKUP)
+    role = "select[data-field=role][aria-label^='Role of bob']"
+    window.run(
+        "const s = document.querySelector(arguments[0]); s.value = 'viewer'; "
+        "s.dispatchEvent(new Event('change', { bubbles: true }))",
+        role,
+    )
+    window.wait(lambda: roles(service) == {"viewer"}, "the role of bob")
+    window.type("#new-key input[name=name]", "for bob")
+    window.run("document.querySelector('#new-key select[name=user]').selectedIndex = 1")
+    window.type("#new-key input[name=expires_in_days]", "2.5")
+    window.click("#new-key button:not([type])")
+    window.wait_for_text("#made", "The key for bob")
+    shown = window.text("#made code")
+    assert (
+        httpx.get(f"{service.client.base_url}/me", headers={"authorization": f"Bearer {shown}"}).json()["role"]
+        == "viewer"
+    )
+    window.wait_for_text("#keys", "for bob")
+    window.type("#new-limit input[name=name]", "nobody here")
+    window.type("#new-limit input[name=value]", "2")
+    window.click("#new-limit button")
+    window.wait_for_text("#banner", "nobody here")
+    window.type("#new-limit input[name=name]", "default")
+    window.click("#new-limit button")
+    window.wait(lambda: window.all("[aria-label='Remove shares of default']"), "the limit")
+    window.click("[aria-label='Remove shares of default']")
+    window.wait(lambda: not window.all("[aria-label='Remove shares of default']"), "the limit to go")
+    window.click("[aria-label^='Disable bob']")
+    window.accept()
+    window.wait(lambda: window.all("[aria-label^='Enable bob']"), "bob to be disabled")
+    assert httpx.get(f"{service.client.base_url}/me", headers={"authorization": f"Bearer {shown}"}).status_code == 401
+    window.click("[aria-label^='Remove bob']")
+    window.accept()
+    window.wait(lambda: MARKUP not in window.text("#members"), "bob to leave")
+    assert not [one for one in window.messages() if "status of 4" not in one]
+
+
+def roles(service: Service) -> set[str]:
+    """Roles of all but the admins."""
+    listed = service.client.get(f"/projects/{service.client.get('/me').json()['project']['id']}/members").json()["data"]
+    return {one["role"] for one in listed} - {"admin"}
 
 
 def test_a_revoked_key_and_a_job_that_is_none(service: Service, window: Browser, done: list[str]) -> None:

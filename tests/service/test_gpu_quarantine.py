@@ -166,9 +166,10 @@ def test_nothing_is_claimed_on_a_gpu_that_somebody_uses(settings: Settings, used
         (process,) = node(database).slots[0]["processes"]
         assert (process["pid"], process["user"], process["bytes"]) == (1, "root", 2 * GIB)
         assert node(database).labels == ["fast"]
-        assert node(database).slots[0]["gpu"]["live"] == {"busy_percent": 97, "used_bytes": GIB}
+        warm = {"celsius": 78, "watts": 742}
+        assert node(database).slots[0]["gpu"]["live"] == {"busy_percent": 97, "used_bytes": GIB, **warm}
         used.write_text(str(2 * GIB))
-        told = {"busy_percent": 97, "used_bytes": 2 * GIB}
+        told = {"busy_percent": 97, "used_bytes": 2 * GIB, **warm}
         wait_for(lambda: node(database).slots[0]["gpu"]["live"] == told, 60, "the node's row to follow the card")
         agent.serve()
         assert status(database, job_id) == "queued"

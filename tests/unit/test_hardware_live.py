@@ -28,11 +28,11 @@ def looked(name: str, root: Path, *, amd_smi: bool = True) -> tuple[dict[int, Li
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
-        ("mi300x", {0: Live(97, 297_795_584)}),
-        ("7900xtx", {0: Live(0, 297_795_584)}),  # idle: 0, and said so
-        ("h200", {0: Live(88, 91 * GIB)}),
-        ("rtx4090-2", {0: Live(0, 1 << 20)}),  # the other one answers [N/A] to both
-        ("amd-smi-alone", {0: Live(None, 26 << 20), 1: Live(63, 20 * GIB)}),
+        ("mi300x", {0: Live(97, 297_795_584, 78, 742)}),
+        ("7900xtx", {0: Live(0, 297_795_584, 44, 14)}),  # idle: 0, and said so
+        ("h200", {0: Live(88, 91 * GIB, 61, 512)}),
+        ("rtx4090-2", {0: Live(0, 1 << 20, 33, 21), 1: Live(None, None, 30, None)}),  # [N/A] is no figure
+        ("amd-smi-alone", {0: Live(None, 26 << 20, 39), 1: Live(63, 20 * GIB, 83, 241)}),
         ("mi300x-cpx", {}),  # the card's figures are no partition's
         ("h100-8-mig", {card: Live(None, card * GIB) for card in (2, 3, 4, 5)}),  # nor a slice's; these are whole
     ],
@@ -48,7 +48,7 @@ def test_a_kernel_without_the_sensor_gives_the_memory_alone(tmp_path: Path) -> N
     (tmp_path / "sys/class/drm/renderD128/device/gpu_busy_percent").unlink()
     gpus = discover(tmp_path / "sys", {}).gpus
     told, _ = gpu_activity.look(gpus, tmp_path / "sys", {"PATH": ""}, 20.0, amd_smi=False)
-    assert told == {gpus[0].uuid: Live(None, 297_795_584)}
+    assert told == {gpus[0].uuid: Live(None, 297_795_584, 78, 742)}
 
 
 @pytest.mark.parametrize("nonsense", ["", "65535", "-1", "busy"])

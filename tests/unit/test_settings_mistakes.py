@@ -24,16 +24,18 @@ BAD: dict[str, tuple[str, ...]] = {
     "url": ("nonsense", "://", "mysql://u:hunter2@h/x", "http://[", "redis://h:99999", "postgresql://u:hun/ter2@h/x"),
     "path": ("~nobody-by-this-name/x",),
     "name": ("", "a b", "a\nb"),
+    "header": ("token", "=x", "a b=c", "a=", "ä=b"),
 }
 """By kind of setting."""
 KINDS: dict[str, str] = {
-    **dict.fromkeys(("database_url", "broker_url", "public_url", "s3_endpoint"), "url"),
+    **dict.fromkeys(("database_url", "broker_url", "public_url", "s3_endpoint", "otlp_endpoint"), "url"),
     **dict.fromkeys(
         ("data", "work", "log_file", "model_roots", "data_roots", "tracking_dir", "lm_eval_tasks", "reward_tokens"),
         "path",
     ),
     **dict.fromkeys(("host", "node"), "name"),
     "gpus": "int",
+    "otlp_headers": "header",
     "webhook_retry_seconds": "float",
 }
 ANY = {

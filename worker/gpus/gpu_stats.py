@@ -12,6 +12,7 @@ from typing import Any
 
 from core.hardware import gpu_activity
 from core.hardware.discover import Gpu
+from core.hardware.sources.live import Live
 
 log = logging.getLogger("eft.worker")
 
@@ -25,7 +26,7 @@ class GpuStats:
 
     def __init__(self, gpus: Mapping[str, Gpu], sysfs: Path) -> None:
         self._gpus, self._sysfs = list(gpus.values()), sysfs
-        self._found: Mapping[str, gpu_activity.Live] = {}
+        self._found: Mapping[str, Live] = {}
         self._next_amd_smi = 0.0
         self._failed: list[str] = []
 

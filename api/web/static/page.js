@@ -192,11 +192,6 @@ document.addEventListener("click", async (event) => {
     const reply = await eft.fetch(`nodes/${name}/${verb}${query}`, { method: "POST" });
     if (!reply.ok && !eft.over) eft.tell(await eft.fault(reply));
     eft.soon(0);
-  } else if (button.dataset.revoke) {
-    if (!confirm("Revoke this key, and all that were made with it?")) return;
-    const reply = await eft.fetch(`keys/${button.dataset.revoke}`, { method: "DELETE" });
-    if (!reply.ok && !eft.over) eft.tell(await eft.fault(reply));
-    eft.soon(0);
   } else if (button.id === "signout") {
     await eft.fetch("ui/signout", { method: "POST" });
     location.href = `${eft.root}ui/signin?why=out`;

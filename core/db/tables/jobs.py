@@ -31,6 +31,7 @@ AFTER_OTHERS = "unmet > 0 AND status IN ('queued', 'paused')"
 PREVIEWS = "kind = 'preview'"
 EXPORTS = "kind = 'export'"
 TRIALS = "kind = 'trial'"
+UNTRACED = "finished_at IS NOT NULL AND traced_at IS NULL"
 
 
 def _queue_key(context: Any) -> str:
@@ -147,7 +148,16 @@ class Job(Owned, Base):
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     started_at: Mapped[float | None] = mapped_column(Float)
     finished_at: Mapped[float | None] = mapped_column(Float)
+    traced_at: Mapped[float | None] = mapped_column(Float)
+    """When the collector of EFT_OTLP_ENDPOINT took its trace, or refused it for good (api/otlp)."""
     __table_args__ = (
+        Index(
+            "ix_jobs_untraced",
+            "finished_at",
+            "id",
+            sqlite_where=text(UNTRACED),
+            postgresql_where=text(UNTRACED),
+        ),
         Index(None, "project_id", "id"),
         Index(
             "ix_jobs_queue",

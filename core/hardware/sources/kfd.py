@@ -13,15 +13,20 @@ is the card's in some versions, so it is not enough for a name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from core.hardware.device_mask import Excluded, Gpu
 from core.hardware.sources import access
+from core.hardware.sources.live import Live
 from core.hardware.tables.arch import gfx_name, lookup
 
 NODES = "class/kfd/kfd/topology/nodes"
 PROCESSES = "class/kfd/kfd/proc"
+SENSORS = "hwmon*/[tp][eo]*[0-9]_[ia]*"
+TEMPERATURES = ("junction", "edge", "temp1_input")
+POWERS = ("power1_average", "power1_input")
 FRAME_BUFFER = (1, 2)
 """heap_type of a memory bank on the card, visible to the CPU or not (HSA_MEM_HEAP_TYPE_FB_…)."""
 
@@ -167,6 +172,34 @@ def used_bytes(gpu: Gpu, sysfs: Path) -> int | None:
         return int((sysfs / "class/drm" / gpu.render / "device/mem_info_vram_used").read_text())
     except (OSError, ValueError):
         return None
+
+
+def live(gpu: Gpu, sysfs: Path) -> Live:
+    """Load, memory in use, temperature and power. A suspended card answers none of its sensors, which wakes nothing."""
+    sensors = _sensors(gpu, sysfs)
+    hottest = next((sensors[name] for name in TEMPERATURES if name in sensors), None)
+    power = next((sensors[name] for name in POWERS if name in sensors), None)
+    return Live(
+        busy_percent(gpu, sysfs),
+        used_bytes(gpu, sysfs),
+        None if hottest is None else round(hottest / 1e3),
+        None if power is None else round(power / 1e6),
+    )
+
+
+def _sensors(gpu: Gpu, sysfs: Path) -> dict[str, int]:
+    """Readings by label (junction, edge), without one by the file's name: thousandths of a degree, millionths of a
+    watt. Empty for a partition: the sensors are the whole card's."""
+    found: dict[str, int] = {}
+    if gpu.partition is not None or not gpu.render:
+        return found
+    for path in sorted((sysfs / "class/drm" / gpu.render / "device/hwmon").glob(SENSORS)):
+        label = text(path.with_name(path.name.rpartition("_")[0] + "_label"))
+        with suppress(OSError, ValueError):  # no such sensor on this card, or the card is suspended
+            value = int(path.read_text())
+            if value >= 0:
+                found.setdefault(path.name if label is None or path.name.startswith("power") else label, value)
+    return found
 
 
 def busy_percent(gpu: Gpu, sysfs: Path) -> int | None:

@@ -6,6 +6,7 @@ A MIG device is a GPU of its own to CUDA, one a process, and goes by its UUID: `
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,13 +15,17 @@ from pathlib import Path
 from core.hardware.device_mask import Excluded, Gpu
 from core.hardware.sources import tools
 from core.hardware.sources.kfd import FoundGpus, ProcessUsage
+from core.hardware.sources.live import Live
 from core.hardware.tables.arch import lookup
 
 QUERY = ("--query-gpu=index,uuid,name,memory.total,compute_cap,pci.bus_id", "--format=csv,noheader,nounits")
 MIG_QUERY = ("--query-gpu=index,mig.mode.current", "--format=csv,noheader")
 APPS_QUERY = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
 USED_QUERY = ("--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
-LIVE_QUERY = ("--query-gpu=uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
+LIVE_QUERY = (
+    "--query-gpu=uuid,utilization.gpu,memory.used,temperature.gpu,power.draw",
+    "--format=csv,noheader,nounits",
+)
 LIST = ("-L",)
 MIG_CAPABLE = frozenset({"sm_80", "sm_90", "sm_100", "sm_103", "sm_120"})
 CARD_LINE = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)")
@@ -146,16 +151,24 @@ def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[
     return result, why
 
 
-def live(
-    environ: Mapping[str, str], root: Path, seconds: float
-) -> tuple[dict[str, tuple[int | None, int | None]], str | None]:
-    """((busy percent, bytes in use) by UUID, why not). `[N/A]` and `[Not Supported]` are None."""
+def live(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[str, Live], str | None]:
+    """(activity by UUID, why not). `[N/A]` and `[Not Supported]` are None."""
     rows, why = _ask(LIVE_QUERY, environ, root, seconds)
     found = {}
-    for uuid, percent, mebibytes in (row for row in rows if len(row) == 3 and row[0].startswith("GPU-")):
-        busy = int(percent) if percent.isdecimal() and int(percent) <= 100 else None
-        found[uuid] = busy, int(mebibytes) << 20 if mebibytes.isdecimal() else None
+    for uuid, *words in (row for row in rows if len(row) == 5 and row[0].startswith("GPU-")):
+        percent, mebibytes, celsius, watts = (_number(word) for word in words)
+        busy = percent if percent is not None and percent <= 100 else None
+        found[uuid] = Live(busy, None if mebibytes is None else mebibytes << 20, celsius, watts)
     return found, why
+
+
+def _number(words: str) -> int | None:
+    """The whole number nearest to `88` or `123.45`; None for `[N/A]`, `[Unknown Error]` and the like."""
+    try:
+        value = float(words)
+    except ValueError:
+        return None
+    return round(value) if math.isfinite(value) and value >= 0 else None
 
 
 def _ask(

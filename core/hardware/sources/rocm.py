@@ -19,12 +19,15 @@ from typing import Any
 from core.hardware.device_mask import Gpu
 from core.hardware.sources import tools
 from core.hardware.sources.kfd import FoundGpus, ProcessUsage
+from core.hardware.sources.live import Live
 from core.hardware.tables.arch import gfx_name, lookup
 
 LIST = ("list", "-e", "--json")
 STATIC = ("static", "--asic", "--bus", "--vram", "--json")
 METRIC = ("metric", "--mem-usage", "--json")
-LIVE = ("metric", "--usage", "--mem-usage", "--json")
+LIVE = ("metric", "--usage", "--mem-usage", "--temperature", "--power", "--json")
+HEAT = ("hotspot", "edge")
+POWER = ("socket_power", "current_socket_power", "average_socket_power")
 PROCESS = ("process", "--json")
 SHOW = ("--showproductname", "--showbus", "--showuniqueid", "--showmeminfo", "vram", "--json")
 UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
@@ -252,27 +255,33 @@ def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[
     return result, notes[0] if notes else None
 
 
-def live(
-    environ: Mapping[str, str], root: Path, seconds: float
-) -> tuple[dict[str, tuple[int | None, int | None]], str | None]:
-    """((busy percent, bytes in use) by PCI address, why not), of amd-smi."""
+def live(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[str, Live], str | None]:
+    """(activity by PCI address, why not), of amd-smi."""
     program = tools.find("amd-smi", environ, root)
     if program is None:
         return {}, None
     notes: list[str] = []
     places = {one["gpu"]: _bdf(one.get("bdf")) for one in _entries(tools.ask(program, LIST, environ, seconds), notes)}
-    found: dict[str, tuple[int | None, int | None]] = {}
+    found: dict[str, Live] = {}
     for entry in _entries(tools.ask(program, LIVE, environ, seconds), notes) if places else ():
         if bdf := places.get(entry["gpu"]):
             busy = _percent(_table(entry.get("usage")).get("gfx_activity"))
             used = _table(entry.get("mem_usage")).get("used_vram")
-            found[bdf] = busy, None if used in (None, "N/A") else _bytes(used)
+            heat, power = _table(entry.get("temperature")), _table(entry.get("power"))
+            celsius = next((value for name in HEAT if (value := _measured(heat.get(name))) is not None), None)
+            watts = next((value for name in POWER if (value := _measured(power.get(name))) is not None), None)
+            found[bdf] = Live(busy, None if used in (None, "N/A") else _bytes(used), celsius, watts)
     return found, notes[0] if notes else None
 
 
 def _percent(value: object) -> int | None:
+    percent = _measured(value)
+    return percent if percent is not None and percent <= 100 else None
+
+
+def _measured(value: object) -> int | None:
     """{"value": 12, "unit": "%"}, "12 %" or 12; 65535 is the firmware's word for: no such sensor."""
     if isinstance(value, dict):
         value = value.get("value")
-    percent = _number(value.partition(" ")[0] if isinstance(value, str) else value, -1)
-    return percent if 0 <= percent <= 100 else None
+    found = _number(value.partition(" ")[0] if isinstance(value, str) else value, -1)
+    return found if 0 <= found < 65535 else None

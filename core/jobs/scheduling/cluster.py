@@ -34,7 +34,7 @@ class SlotState:
     processes: Sequence[Mapping[str, Any]]
     """Processes of people who use it beside eft: pid, user, name, bytes."""
     live: Mapping[str, Any]
-    """The worker's last reading: busy_percent, used_bytes; empty if unknown, or if the worker is silent."""
+    """What the worker read last, by the names of `Live` (core.hardware); empty if unknown, or if it is silent."""
     held: Hold | None
     ends_before: float | None
     """What is started must be over by then, as far as its time limit says."""

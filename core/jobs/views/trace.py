@@ -1,9 +1,10 @@
-"""A job as a trace: where its time went, in the JSON that Perfetto and chrome://tracing open."""
+"""A job as a trace: where its time went, as spans, and in the JSON that Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import select
@@ -22,30 +23,47 @@ TRACKS = {"status": 1, "attempts": 2, "phases": 3, "steps": 4, "events": 5}
 INSTANTS = ("checkpoint", "evaluation", "resumed", "notice", "preempted", "error")
 
 
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """A part of a job's time, in Unix seconds."""
+
+    track: str
+    name: str
+    start: float
+    end: float | None
+    """None: an instant."""
+    args: dict[str, Any] = field(default_factory=dict)
+
+
 def trace(session: Session, job: Job, now: float) -> dict[str, Any]:
     """Spans and instants of the job in microseconds since it was submitted; what has not ended lasts until `now`."""
+    found, all_events = spans(session, job, now)
+    shown = sorted((_event(one, job.created_at) for one in found), key=lambda one: one["ts"])
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"job": job.id, "began": job.created_at, "all_events": all_events},
+        "traceEvents": [*_names(job), *shown],
+    }
+
+
+def spans(session: Session, job: Job, now: float, *, steps: bool = True) -> tuple[list[TraceSpan], bool]:
+    """(spans and instants of the job, whether all its events are in them). `steps`: with a span for each step."""
     query = select(Event).where(Event.job_id == job.id, Event.type.in_(("status", "phase", *INSTANTS)))
     events = session.execute(query.order_by(Event.seq).limit(MOST_EVENTS)).scalars().all()
     attempts = (
         session.execute(select(Attempt).where(Attempt.job_id == job.id).order_by(Attempt.attempt)).scalars().all()
     )
-    began = job.created_at
     end = job.finished_at or now
     ends = {one.attempt: one.ended_at or end for one in attempts}
     phases = [one for one in events if one.type == "phase"]
-    shown = [
-        *_statuses(job, [one for one in events if one.type == "status"], began, now),
-        *(_attempt(one, ends[one.attempt], began) for one in attempts),
-        *_phases(phases, ends, end, began),
-        *_steps(session, job.id, phases, attempts, began),
-        *(_instant(one, began) for one in events if one.type in INSTANTS),
+    found = [
+        *_statuses(job, [one for one in events if one.type == "status"], now),
+        *(_attempt(one, ends[one.attempt]) for one in attempts),
+        *_phases(phases, ends, end),
+        *(_steps(session, job.id, phases, attempts) if steps else ()),
+        *(TraceSpan("events", one.type, one.time, None, _about(one)) for one in events if one.type in INSTANTS),
     ]
-    shown.sort(key=lambda one: one["ts"])
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": {"job": job.id, "began": began, "all_events": len(events) < MOST_EVENTS},
-        "traceEvents": [*_names(job), *shown],
-    }
+    return found, len(events) < MOST_EVENTS
 
 
 def _names(job: Job) -> list[dict[str, Any]]:
@@ -57,19 +75,18 @@ def _names(job: Job) -> list[dict[str, Any]]:
     return [process, *tracks]
 
 
-def _span(track: str, name: str, start: float, end: float, began: float, args: dict[str, Any]) -> dict[str, Any]:
+def _event(one: TraceSpan, began: float) -> dict[str, Any]:
     """Both ends are rounded, not the length, so that neighbours do not overlap."""
-    ts = _micros(start - began)
-    length = max(_micros(end - began) - ts, 0)
+    ts = _micros(one.start - began)
+    length = {"ph": "i", "s": "t"} if one.end is None else {"ph": "X", "dur": max(_micros(one.end - began) - ts, 0)}
     return {
-        "ph": "X",
+        **length,
         "pid": 1,
-        "tid": TRACKS[track],
-        "cat": track,
-        "name": name,
+        "tid": TRACKS[one.track],
+        "cat": one.track,
+        "name": one.name,
         "ts": ts,
-        "dur": length,
-        "args": args,
+        "args": one.args,
     }
 
 
@@ -77,40 +94,38 @@ def _micros(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _statuses(job: Job, told: Sequence[Event], began: float, now: float) -> list[dict[str, Any]]:
+def _statuses(job: Job, told: Sequence[Event], now: float) -> list[TraceSpan]:
     """One span for each status that is not final."""
-    spans = []
+    found = []
     if told and (before := told[0].data.get("from")) is not None:
-        spans.append(_span("status", before, began, told[0].time, began, {}))
+        found.append(TraceSpan("status", before, job.created_at, told[0].time))
     following: list[float] = [one.time for one in told[1:]]
     for one, end in zip(told, [*following, job.finished_at or now], strict=True):
         status = one.data["to"]
         if Status(status) not in FINAL:
             args = {"seq": one.seq, "attempt": one.attempt, "reason": one.data.get("reason")}
-            spans.append(_span("status", status, one.time, end, began, args))
-    return spans
+            found.append(TraceSpan("status", status, one.time, end, args))
+    return found
 
 
-def _attempt(one: Attempt, end: float, began: float) -> dict[str, Any]:
+def _attempt(one: Attempt, end: float) -> TraceSpan:
     args = {"attempt": one.attempt, "node": one.node, "slot": one.slot, "outcome": one.outcome}
-    return _span("attempts", one.kind, one.started_at, end, began, args)
+    return TraceSpan("attempts", one.kind, one.started_at, end, args)
 
 
-def _phases(told: Sequence[Event], ends: dict[int, float], last: float, began: float) -> list[dict[str, Any]]:
+def _phases(told: Sequence[Event], ends: dict[int, float], last: float) -> list[TraceSpan]:
     """A phase lasts until the attempt's next one, or until the attempt ends."""
     following: list[Event | None] = [*told[1:], None] if told else []
-    spans = []
+    found = []
     for one, after in zip(told, following, strict=True):
         same = after is not None and after.attempt == one.attempt
         end = after.time if after is not None and same else ends.get(one.attempt, last)
         args = {"seq": one.seq, "attempt": one.attempt}
-        spans.append(_span("phases", str(one.data["phase"]), one.time, end, began, args))
-    return spans
+        found.append(TraceSpan("phases", str(one.data["phase"]), one.time, end, args))
+    return found
 
 
-def _steps(
-    session: Session, job_id: str, phases: Sequence[Event], attempts: Sequence[Attempt], began: float
-) -> list[dict[str, Any]]:
+def _steps(session: Session, job_id: str, phases: Sequence[Event], attempts: Sequence[Attempt]) -> list[TraceSpan]:
     """A step lasts from the report before it, or from the phase that came between, to its own report."""
     query = select(Metric.attempt, Metric.step, Metric.time, Metric.value).where(
         Metric.job_id == job_id, Metric.name == "loss"
@@ -118,7 +133,7 @@ def _steps(
     rows = session.execute(query.order_by(Metric.attempt, Metric.step)).all()
     every = max(math.ceil(len(rows) / MOST_STEPS), 1)
     starts = {one.attempt: one.started_at for one in attempts}
-    spans = []
+    found = []
     for attempt in sorted({row.attempt for row in rows}):
         marks = [one.time for one in phases if one.attempt == attempt]
         own = [row for row in rows if row.attempt == attempt]
@@ -130,19 +145,10 @@ def _steps(
                 before = max(before, marks[place])
                 place += 1
             args = {"attempt": attempt, "step": row.step, "loss": row.value}
-            spans.append(_span("steps", f"step {row.step}", before, row.time, began, args))
+            found.append(TraceSpan("steps", f"step {row.step}", before, row.time, args))
             before = row.time
-    return spans
+    return found
 
 
-def _instant(one: Event, began: float) -> dict[str, Any]:
-    return {
-        "ph": "i",
-        "s": "t",
-        "pid": 1,
-        "tid": TRACKS["events"],
-        "cat": "events",
-        "name": one.type,
-        "ts": _micros(one.time - began),
-        "args": {"seq": one.seq, "attempt": one.attempt, **one.data},
-    }
+def _about(one: Event) -> dict[str, Any]:
+    return {"seq": one.seq, "attempt": one.attempt, **one.data}

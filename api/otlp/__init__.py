@@ -1,0 +1,1 @@
+"""Traces of jobs that have ended, for an OpenTelemetry collector."""

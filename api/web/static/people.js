@@ -1,0 +1,54 @@
+"use strict";
+// Forms, lists and buttons that state a request of the API in their attributes: `data-method`, `data-sends` (its path,
+// `{name}` taken from the form's field of this name) and `data-body`, or the form's fields.
+(() => {
+  const send = async (control, path, body) => {
+    const { method } = control.dataset;
+    const reply = await eft.fetch(path, { method, ...(body && { body: JSON.stringify(body), headers: { "content-type": "application/json" } }) });
+    if (!reply.ok) { if (!eft.over) eft.tell(await eft.fault(reply)); return null; }
+    eft.tell("");
+    eft.soon(0);
+    return reply.json();
+  };
+  const show = ({ key, name }) => {
+    const box = document.getElementById("made"), shown = document.createElement("code"), copy = document.createElement("button");
+    shown.textContent = copy.dataset.copy = key;
+    Object.assign(copy, { type: "button", textContent: "Copy" });
+    box.replaceChildren(`The key ${name}, which is shown only now: `, shown, " ", copy);
+    box.hidden = false;
+  };
+  // The id of a known user in place of the name, which may hold a slash.
+  const inPath = (name) => encodeURIComponent([...document.querySelectorAll("#known-users option")].find((one) => one.value === name)?.dataset.id ?? name);
+  document.addEventListener("submit", async (event) => {
+    const form = event.target.closest("form[data-sends]");
+    if (!form) return;
+    event.preventDefault();
+    const body = {};
+    for (const input of form.querySelectorAll("[name]")) {
+      const value = input.type === "checkbox" ? input.checked : input.value.trim();
+      if (value === "") continue;
+      const chosen = form.querySelector(`[data-names="${input.name}"]`);
+      body[chosen ? chosen.value : input.name] = "number" in input.dataset ? Number(value) : value;
+    }
+    const path = form.dataset.sends.replace(/{(\w+)}/g, (_, name) => { const part = inPath(body[name]); delete body[name]; return part; });
+    const button = form.querySelector("button");
+    button.disabled = true;
+    const made = await send(form, path, body);
+    button.disabled = false;
+    if (!made) return;
+    form.reset();
+    if (made.key) show(made);
+  });
+  document.addEventListener("change", async (event) => {
+    const list = event.target.closest("select[data-sends]");
+    if (list && !await send(list, list.dataset.sends, { [list.dataset.field]: list.value }))
+      list.value = [...list.options].find((option) => option.defaultSelected).value;
+  });
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest("button[data-sends]");
+    if (!button || (button.dataset.sure && !confirm(button.dataset.sure))) return;
+    button.disabled = true;
+    await send(button, button.dataset.sends, button.dataset.body && JSON.parse(button.dataset.body));
+    button.disabled = false;
+  });
+})();
