@@ -252,7 +252,13 @@ class Door:
             raise NotFound("there is no such session: `create_session` makes one", field="session_id")
         name = named(session_id, part)
         metadata = _in_words(about) | {bases.SHOWN: base.shown}
-        document = {"name": name, "model": base.model, "idle_seconds": IDLE_SECONDS, "metadata": metadata}
+        document = {
+            "name": name,
+            "model": base.model,
+            "precision": self.app.settings.tinker_precision,
+            "idle_seconds": IDLE_SECONDS,
+            "metadata": metadata,
+        }
         with self.app.database.read() as session:
             if (known := records.named(session, self.actor, name)) is not None:
                 return known.row.id

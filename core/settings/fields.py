@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -187,6 +187,9 @@ class SettingFields(BaseSettings):
     """Timeout of one webhook delivery, from the DNS lookup to the response, in seconds."""
     webhook_disable_days: Seconds = 5.0
     """Days of failures without a success after which a webhook is disabled."""
+    tinker_precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Precision of the sessions that Tinker's SDK opens, which cannot say it: `auto` is bf16 where the device has
+    instructions for it. With `fp32`, log-probabilities of sampling and of training agree to about 1e-6."""
     otlp_endpoint: str = ""
     """Base address of an OpenTelemetry collector, e.g. `http://127.0.0.1:4318`: the trace of every job that ends is
     sent to `/v1/traces` below it (docs/notices.md). Default: none."""

@@ -24,6 +24,7 @@ BAD: dict[str, tuple[str, ...]] = {
     "url": ("nonsense", "://", "mysql://u:hunter2@h/x", "http://[", "redis://h:99999", "postgresql://u:hun/ter2@h/x"),
     "path": ("~nobody-by-this-name/x",),
     "name": ("", "a b", "a\nb"),
+    "choice": ("", "fp16", "32"),
     "header": ("token", "=x", "a b=c", "a=", "ä=b"),
 }
 """By kind of setting."""
@@ -36,6 +37,7 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("host", "node"), "name"),
     "gpus": "int",
     "otlp_headers": "header",
+    "tinker_precision": "choice",
     "webhook_retry_seconds": "float",
 }
 ANY = {
