@@ -175,6 +175,8 @@ def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and annotation.__name__ in names:
         return names[annotation.__name__]
     inner = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(f"`{part}`" for part in inner)
     if typing.get_origin(annotation) is not tuple:  # one of these, or nothing
         return _type_name(inner[0])
     return f"list of {_type_name(inner[0])}s".replace("ss", "s")
