@@ -12,13 +12,19 @@ from pathlib import Path
 from tests.support.random_faults import OF_DISK, OF_PROCESS
 from tests.support.trainer import ENVIRONMENT, ROOT
 
-SEEDS = ("2", "6", "7", "9", "11")
+SEEDS = (("2", "6", "7", "9", "11"), ("13", "14", "15"), ("17", "18", "19"))
+"""The first five always; more where the machine is so busy that a kill at a moment leaves no checkpoint to damage."""
 
 
 def test_faults_of_fixed_seeds_change_no_bit(tiny_dir: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.random_faults", str(tiny_dir), str(tmp_path / "runs"), *SEEDS]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and len(told) == len(SEEDS), (told, done.stderr)
-    met = {fault for one in told for fault in one["faults"]}
-    assert met & set(OF_PROCESS) and met & set(OF_DISK), "the seeds are no good any more"
+    met: set[str] = set()
+    for number, seeds in enumerate(SEEDS):
+        folder = tmp_path / f"runs-{number}"
+        command = [sys.executable, "-m", "tests.support.random_faults", str(tiny_dir), str(folder), *seeds]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+        told = [json.loads(line) for line in done.stdout.splitlines()]
+        assert done.returncode == 0 and len(told) == len(seeds), (told, done.stderr)
+        met |= {fault for one in told for fault in one["faults"]}
+        if met & set(OF_PROCESS) and met & set(OF_DISK):
+            return
+    raise AssertionError(f"the seeds are no good any more: {met}")
