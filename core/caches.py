@@ -1,4 +1,4 @@
-"""The cache below a data root (packed weights, tokenised rows): who uses an entry, and which are thrown away.
+"""The cache below a data root (packed weights, tokenised rows, compiled blocks): who uses an entry, and what goes.
 
 An entry is a folder that is complete or not there, with a manifest in it. A reader holds a shared lock on its
 manifest and touches it; what has not been used for longest goes first when room is needed, and nothing that is held.
@@ -19,8 +19,8 @@ from pathlib import Path
 from core import removal
 from core.spec.run.manifest import MANIFEST
 
-ENTRIES = (f"packed/[!.]*/{MANIFEST}", "tokens/[!.]*/[!.]*/about.json")
-"""Manifests of packed weights and of tokenised rows."""
+ENTRIES = (f"packed/[!.]*/{MANIFEST}", "tokens/[!.]*/[!.]*/about.json", f"compiled/[!.]*/{MANIFEST}")
+"""Manifests of packed weights, of tokenised rows and of compiled blocks."""
 STALE_SECONDS = 86400.0
 """Age after which a half-written or half-removed entry has no owner: its process was killed."""
 
@@ -70,7 +70,7 @@ def entries(cache: Path) -> list[CacheEntry]:
     for pattern in ENTRIES:
         for manifest in cache.glob(pattern):
             try:
-                sizes = [path.stat().st_size for path in manifest.parent.iterdir()]
+                sizes = [path.stat().st_size for path in manifest.parent.rglob("*")]
                 found.append(CacheEntry(manifest, sum(sizes), manifest.stat().st_mtime))
             except FileNotFoundError:
                 continue  # just thrown away by somebody else
@@ -126,7 +126,7 @@ def _locked(descriptor: int, manifest: Path, how: int) -> bool:
 
 
 def _sweep(cache: Path) -> None:
-    for pattern in ("packed/.*-*", "tokens/.*-*", "tokens/*/.*-*"):
+    for pattern in ("packed/.*-*", "tokens/.*-*", "tokens/*/.*-*", "compiled/.*-*"):
         for left in cache.glob(pattern):
             try:
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:

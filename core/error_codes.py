@@ -345,6 +345,10 @@ FAILURES: dict[str, Code] = {
         "The job continues an adapter and says where a new one begins.",
         "Remove `method.init_lora_weights`, or set `model.adapter: merge`.",
     ),
+    "compile_dora": (
+        "DoRA in compiled blocks would be slower than without.",
+        "Remove `training.compile`, or `method.use_dora`.",
+    ),
     "fp8_of_what_is_trained": (
         "fp8 multiplies frozen weights, and the job trains modules whole.",
         "Use another precision, or remove `method.modules_to_save`.",
@@ -516,6 +520,14 @@ NOTICES: dict[str, Code] = {
     "prompt_boundary": (
         "Prompt and answer share a token.",
         "Remove `data.rendering.pairs`, or white space before answers.",
+    ),
+    "compile_fallback": (
+        "Blocks, or batches of a shape, are computed without the compiled code that `training.compile` asks for.",
+        "The message names the reason; without a C++ compiler on a CPU, install g++.",
+    ),
+    "compile_cache": (
+        "Compiled blocks are not kept, so the next attempt compiles them again.",
+        "See the message; nothing else changes.",
     ),
     "products_in_parts": (
         "Matrix products are split, because this GPU's libraries compute large ones wrongly.",

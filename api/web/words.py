@@ -13,6 +13,7 @@ from core.spec.differences import differences
 
 PHASES = {
     "loading": "loads the model",
+    "compiling": "compiles the model's blocks",
     "preparing": "prepares the data",
     "training": "trains",
     "evaluating": "evaluates",

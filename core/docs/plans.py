@@ -34,6 +34,10 @@ _PAGES = (
     ("precision", "accelerator"),
     ("precision", "method"),
     ("precision", "quantization"),
+    *(
+        (axis, "compile")
+        for axis in sorted({axis for rule in RULES if "compile" in rule.when for axis in rule.when} - {"compile"})
+    ),
 )
 """Pairs of axes worth a picture; every rule must show in one of them."""
 

@@ -57,6 +57,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "streaming": ("no", "yes"),
     "noise": ("no", "yes"),
     "precision": get_args(Training.model_fields["precision"].annotation),
+    "compile": ("no", "yes"),
     "memory": _field("memory"),
     "checkpointing": ("default", "no", "yes", "selective"),
     "activation offloading": _arms(Resident.model_fields["activation_offloading"].annotation),
@@ -125,6 +126,36 @@ def _stages_of(rows: Iterable[str]) -> str:
 
 def _or(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
+
+
+def _of_compiled_blocks() -> Iterator[Rule]:
+    """What `training.compile` does not go with: where it would not resume to the bit, or would be of no use."""
+    compared = tuple(name for name, arm in _STAGES.items() if issubclass(arm, DPO | KTO | RolloutStage))
+    refused: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
+        ("streamed", "stream", ("host", "disk", "auto"), "a streamed block has other weights in each pass, and code is "
+         "compiled for weights that stay", "remove `memory.stream`"),
+        ("packed", "batching", ("packed",), "the lengths of packed rows would be a part of the code, which would be "
+         "compiled anew for each batch", "use `batching: rows` or `tokens`"),
+        ("selective", "checkpointing", ("selective",), "`selective` keeps results of single operators, and compiled "
+         "blocks have none", "set `memory.gradient_checkpointing` to `true` or `false`"),
+        ("inputs_on_host", "activation offloading", ("host",), "the inputs of compiled blocks beside copies to the "
+         "host have not been shown to resume to the bit", "remove `memory.activation_offloading`"),
+        ("offloaded", "offload optimizer", ("host",), "weights that are copied during a pass have not been shown to "
+         "resume to the bit in compiled blocks", "remove `memory.offload_optimizer`"),
+        ("over_ranks", "ranks", ("several",), "a rank that falls back alone would compute otherwise than the rest, and "
+         "resuming to the bit has not been shown", "set `resources.gpus` to 1"),
+        ("blocks_in_turn", "optimizer", ("badam",), "`badam` trains other blocks after some steps, and each choice "
+         "would be compiled anew", "use another optimizer"),
+        ("in_fp8", "precision", ("fp8",), "layers that multiply in 8-bit floats are not compiled", "use another "
+         "precision"),
+        ("rotations", "method", ("oft",), "rotations have not been shown to resume to the bit in compiled blocks",
+         "use `method: lora`"),
+        ("compared_passes", "stage", compared, "the stage compares log-probabilities of training with those of passes "
+         "that are not compiled, and both are rounded in other ways", "use a stage that compares none"),
+    )  # fmt: skip
+    for code, axis, values, reason, way_out in refused:
+        yield Rule(f"compile_{code}", {"compile": ("yes",), axis: values}, "training.compile", reason,
+                   f"{way_out}, or remove `training.compile`")  # fmt: skip
 
 
 RULES: tuple[Rule, ...] = (
@@ -290,6 +321,7 @@ RULES: tuple[Rule, ...] = (
         "all parameters are trained, so there is no adapter to merge",
         "remove `merged` from `export`",
     ),
+    *_of_compiled_blocks(),
 )
 """Everything the spec can say and the trainer cannot do. What is slow or falls back (bf16 on an old CPU) is no
 refusal: it runs, and says so in the job's events."""
@@ -311,6 +343,7 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "streaming": "yes" if spec.data.streaming else "no",
         "noise": "no" if spec.training.neftune_noise_alpha is None else "yes",
         "precision": spec.training.precision,
+        "compile": "yes" if spec.training.compile else "no",
         "memory": spec.memory.type,
         "checkpointing": _checkpointing(spec.memory.gradient_checkpointing),
         "activation offloading": spec.memory.activation_offloading.type,
@@ -433,6 +466,13 @@ def _of_its_method(spec: JobSpec) -> Iterator[Fault]:
             f"`init_lora_weights: {spec.method.init_lora_weights}` says where a new adapter begins, and the job "
             "continues one; remove the field, or set `model.adapter: merge`",
             "method.init_lora_weights",
+        )
+    if isinstance(spec.method, LowRank) and spec.method.use_dora and spec.training.compile:
+        yield Fault(
+            "compile_dora",
+            "DoRA in compiled blocks would be computed in another way, and more slowly; remove `training.compile`, or "
+            "`method.use_dora`",
+            "training.compile",
         )
     if isinstance(spec.method, Adapter) and spec.method.modules_to_save and spec.training.precision == "fp8":
         yield Fault(

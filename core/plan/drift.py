@@ -91,6 +91,13 @@ RULES = (
         "what it came to has a rule of its own",
     ),
     DriftRule(
+        "spec.training.compile",
+        "`training.compile`",
+        "warn",
+        "last bits",
+        "compiled blocks round and sum in another order",
+    ),
+    DriftRule(
         "spec.training",
         "duration, lengths, seed and the rest of `training`",
         "warn",
@@ -119,6 +126,13 @@ RULES = (
     DriftRule("weights_dtype", "dtype of the frozen weights", "warn", "other", "weights are rounded in another way"),
     DriftRule("attention", "attention kernel", "warn", "last bits", "it sums in another order"),
     DriftRule("tf32", "TF32", "warn", "other", "products are rounded in another way"),
+    DriftRule(
+        "compiled",
+        "compiled blocks: their graphs, the compiler, and which of them are not compiled",
+        "warn",
+        "last bits",
+        "other code rounds and sums in another order",
+    ),
     DriftRule("threads", "CPU threads", "warn", "last bits", "sums are cut by the number of threads"),
 )
 """The first rule that covers a path decides. What no rule covers is not compared."""

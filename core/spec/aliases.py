@@ -73,6 +73,7 @@ FIELDS: dict[str, str] = {
     "seq_length": "training.max_length",
     "sequence_len": "training.max_length",
     "steps": "training.max_steps",
+    "torch_compile": "training.compile",
     "torch_dtype": "training.precision",
     "total_steps": "training.max_steps",
     "train_batch_size": "training.per_device_train_batch_size",

@@ -24,6 +24,7 @@ from core.train.base.log_lines import LogLines
 from core.train.base.reading import is_panic
 from core.train.base.stop import Stop, StopRequested
 from core.train.checkpoint.resume import CURSOR, resume
+from core.train.compiling.prepare import compile_blocks
 from core.train.data.loaders import RowLoader, StepLoader
 from core.train.engine import Engine, build_engine
 from core.train.evaluation.best import load_best_model
@@ -134,6 +135,7 @@ def train(run: Run) -> None:
     record |= {} if rollouts is None else rollouts.answerer.about()
     used = loader.rows_until(total_steps) if isinstance(loader, RowLoader) else None
     record |= prepare_reference(run, engine, stage, data, used)
+    record["compile"] = compile_run(run, compute, engine, balanced="router_loss" in balance)
     compute.environment.describe(record, None if run.order.selftest is None else run.order.selftest.get("runtime"))
     run.events.write("run_record", record=record)
     if run.order.trial_prompts is not None and rollouts is not None:
@@ -246,6 +248,17 @@ def choose_kernels(run: Run, compute: Compute, engine: Engine, stage: Stage, dat
     ):
         run.notice("products_in_parts", in_parts)
     return packing
+
+
+def compile_run(run: Run, compute: Compute, engine: Engine, *, balanced: bool) -> dict[str, Any] | None:
+    """Compile the blocks where the job asks for it; the run record's entry. `balanced`: the loss reads what routers
+    answer inside of the blocks, which compiled code does not show."""
+    why_not = "its loss of balance reads what the routers of the blocks answer" if balanced else None
+    compiled = compile_blocks(run, compute, engine, why_not)
+    if compiled is None:
+        return None
+    compute.environment.here["compiled"] = compiled.fingerprint()
+    return compiled.record
 
 
 def choose_prompts(run: Run, engine: Engine, data: RunData) -> dict[str, Any]:

@@ -29,6 +29,7 @@ THEN: dict[str, Any] = {
             "gradient_accumulation_steps": 1,
             "precision": "auto",
             "attention": "auto",
+            "compile": False,
         },
     },
     "code": "cc",
@@ -42,10 +43,11 @@ THEN: dict[str, Any] = {
     "attention": {"kernel": "flash"},
     "tf32": False,
     "threads": 2,
+    "compiled": {"eager": {}},
 }
 LEAVES = {"spec": "optimizer.learning_rate", "spec.training": "max_steps", "versions": "torch", "attention": "kernel"}
 LEAVES |= {"spec.memory": "stream.type", "spec.resources": "max_runtime_seconds", "spec.checkpoint": "save_steps"}
-LEAVES |= {"spec.evaluation": "eval_steps"}
+LEAVES |= {"spec.evaluation": "eval_steps", "compiled": "eager"}
 
 
 def changed(path: str) -> dict[str, Any]:

@@ -131,7 +131,8 @@ def spec_at(values: dict[str, str]) -> JobSpec:
             "optimizer": values["optimizer"],
             "schedule": values["schedule"],
             "training": {"precision": values["precision"], "truncation": values["truncation"], "max_steps": 2}
-            | ({"neftune_noise_alpha": 5.0} if values["noise"] == "yes" else {}),
+            | ({"neftune_noise_alpha": 5.0} if values["noise"] == "yes" else {})
+            | {"compile": values["compile"] == "yes"},
             "batching": (
                 {"type": "rows", "group_by_length": True}
                 if values["batching"] == "rows by length"
@@ -164,15 +165,15 @@ def activations_at(values: dict[str, str]) -> dict[str, Any]:
 
 
 def together() -> list[set[str]]:
-    """Axes that some rule looks at, those in one set that rules connect. Rules of optimizers would connect all of them:
-    each of these has a set of its own."""
+    """Axes that some rule looks at, those in one set that rules connect. Rules of optimizers and of compiled blocks
+    would connect all of them: each of these has a set of its own."""
     groups: list[set[str]] = []
     for rule in RULES:
-        if "optimizer" in rule.when:
+        if rule.when.keys() & {"optimizer", "compile"}:
             continue
         touched = [group for group in groups if group & rule.when.keys()]
         groups = [group for group in groups if group not in touched] + [set(rule.when).union(*touched)]
-    return groups + [set(rule.when) for rule in RULES if "optimizer" in rule.when]
+    return groups + [set(rule.when) for rule in RULES if rule.when.keys() & {"optimizer", "compile"}]
 
 
 def told_apart(axis: str) -> list[str]:

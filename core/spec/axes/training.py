@@ -42,6 +42,9 @@ class Training(SpecModel):
     tf32: bool = False
     """Compute fp32 products with 10 bits of mantissa if the hardware supports it (NVIDIA from Ampere on, gfx942):
     several times faster, with the accuracy of fp16 products."""
+    compile: bool = False
+    """Compile the model's blocks with torch.compile before the first step (docs/performance.md): fewer and larger
+    kernels, for a longer start. A block that cannot be compiled is computed as it is, and a notice says so."""
     neftune_noise_alpha: Annotated[float, Field(gt=0, le=1000)] | None = None
     """NEFTune: uniform noise on the embeddings while training, of the size alpha / sqrt(tokens x width) of the padded
     batch (arXiv:2310.05914 uses 5 to 15). Default: none."""

@@ -171,12 +171,16 @@ def _cache_folder() -> Path | None:
         return None
 
 
-def _key(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+def processor() -> str:
+    """What tells this processor from others: its model and the instructions that it has."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
-    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
-    parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), "\n".join(processor).encode()]
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _key(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 

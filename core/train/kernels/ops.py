@@ -12,6 +12,7 @@ their gradients come back in their own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -171,7 +172,8 @@ def _(
     b: Tensor,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:-1], b.shape[0]), x.new_empty(x.shape[:-1].numel(), a.shape[0])
+    # Not `Size.numel`: inside torch.compile it would make constants of symbols.
+    return x.new_empty(*x.shape[:-1], b.shape[0]), x.new_empty(math.prod(x.shape[:-1]), a.shape[0])
 
 
 @torch.library.custom_op("eft::lora_linear_grad", mutates_args=())
