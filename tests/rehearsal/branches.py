@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = "EFT_REHEARSAL_BRANCHES"
 PACKAGE = "core.train"
 NOTED = "_eft_branch"
+COMPILED = "torch.compile makes code of a GPU by Triton, which has no driver here"
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("core.train.kernels.triton.launch", "tensor.device.type == 'cuda'"): (
         "Triton has no driver here; its kernels are executed from their machine code, and by tests/gpu/test_triton.py"
@@ -27,6 +28,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("core.train.memory.offload.optimizer", "parameter.device.type == 'cpu'"): (
         "a run makes the masters while the model is on the host, so that there is no other outcome"
     ),
+    ("core.train.compiling.prepare", "device.type == 'cpu'"): COMPILED,
+    ("core.train.compiling.prepare", "engine.device.type == 'cuda'"): COMPILED,
 }
 """(module, source of the test) → why neither outcome of it can be had here."""
 

@@ -16,8 +16,9 @@ from tests.support.trainer import events, notices, pairs, weights, write_rows, w
 COMPILED: dict[str, Any] = AXES | {
     "method": {"type": "qlora", "r": 4, "lora_dropout": 0.1},
     "memory": {"gradient_checkpointing": True},
-    "training": AXES["training"] | {"max_steps": 4, "compile": True},
+    "training": AXES["training"] | {"max_steps": 4, "compile": True, "precision": "fp32"},
 }
+EAGER: dict[str, Any] = COMPILED | {"training": COMPILED["training"] | {"compile": False}}
 
 
 def record(run_dir: Path) -> dict[str, Any]:
@@ -32,6 +33,13 @@ def test_a_resumed_run_ends_with_the_same_bits_by_the_code_that_was_kept(tiny_di
     assert record(calm)["cache"] == "new" and record(calm)["compiled"] == record(calm)["blocks"] == 2
     assert len(record(calm)["graphs"]) == 1, "blocks of one kind share their code"
 
+    eager = write_run(tmp_path / "eager", tiny_dir, rows, **EAGER)
+    assert run(eager) == EXIT_OK, events(eager)[-1]
+    for name in ("loss", "grad_norm"):
+        of_both = zip(events(calm, "metrics"), events(eager, "metrics"), strict=True)
+        gaps = [abs(one["values"][name] / other["values"][name] - 1) for one, other in of_both]
+        assert len(gaps) == 4 and max(gaps) < 1e-4, (name, gaps)
+
     left = write_run(tmp_path / "left", tiny_dir, rows, cache_dir=cache, **COMPILED)
     assert run(left, StopAt(6, left)) == EXIT_CHECKPOINTED, events(left)[-1]
     again = write_run(tmp_path / "again", tiny_dir, rows, cache_dir=cache, resume_from=[left], **COMPILED)
@@ -45,8 +53,7 @@ def test_without_a_compiler_blocks_are_computed_as_they_are_and_it_is_told(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = write_rows(tmp_path / "train.jsonl", pairs(9))
-    plain = COMPILED | {"training": COMPILED["training"] | {"compile": False}}
-    calm = write_run(tmp_path / "calm", tiny_dir, rows, **plain)
+    calm = write_run(tmp_path / "calm", tiny_dir, rows, **EAGER)
     assert run(calm) == EXIT_OK, events(calm)[-1]
     monkeypatch.setenv("PATH", str(tmp_path))
     without = write_run(tmp_path / "without", tiny_dir, rows, **COMPILED)
