@@ -132,7 +132,8 @@ class JobView(AttributeDocsModel):
     priority: int
     """Among jobs that wait; a higher one goes first."""
     queue: dict[str, Any] | None
-    """While it waits, from `GET /jobs/{id}` alone: position, code, reason, estimated_start (docs/queue.md)."""
+    """While it waits, from `GET /jobs/{id}` alone: position, code, reason, estimated_start, estimated_gpus
+    (docs/queue.md)."""
     notices: list[dict[str, Any]] | None
     """From `POST /jobs` alone: what is not wrong with it, but to be known (code, message, field)."""
     links: dict[str, str]

@@ -24,6 +24,7 @@ _PLACE: dict[str, Any] = {
     "code": "turn",
     "reason": "needs 1 GPU with bf16; 0 of 2 free; 3rd in line",
     "estimated_start": "2026-11-21T11:40:00.000000Z",
+    "estimated_gpus": ["box/0"],
     "priority": 0,
 }
 
@@ -41,6 +42,8 @@ class PlaceView(AttributeDocsModel):
     estimated_start: str | None
     """By the steps that running jobs have left, time limits, and how long jobs of the project have taken; null: nobody
     can tell."""
+    estimated_gpus: list[str]
+    """GPUs (or CPU slots) on which it will probably start then."""
     priority: int
 
 
@@ -85,6 +88,7 @@ def place_view(told: Explanation) -> dict[str, Any]:
         "code": told.code,
         "reason": told.reason if told.aside is None else f"{told.reason}; {told.aside}",
         "estimated_start": iso(told.estimated_start),
+        "estimated_gpus": list(told.estimated_gpus),
         "priority": told.key.priority,
     }
 

@@ -55,7 +55,7 @@ class Job:
     slots: list[str]
     """The GPUs (or CPU slots) that it has now, of `get` and `list`; rank 0 is on the first."""
     queue: dict[str, Any] | None
-    """While it waits, of `get` alone: position, code, reason, estimated_start."""
+    """While it waits, of `get` alone: position, code, reason, estimated_start, estimated_gpus."""
     raw: dict[str, Any] = field(repr=False)
 
     @property

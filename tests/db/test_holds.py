@@ -345,6 +345,8 @@ def test_estimates_from_steps_and_limits(lab: Lab) -> None:
     assert starts == pytest.approx([100, 700, 1300], abs=15)
     listed = {lab.name(one.job.id): one.estimated_start for one in lab.explained()}
     assert [(listed[f"w{n}"] or 0) - now for n in range(3)] == pytest.approx(starts, abs=15)
+    on = {lab.name(one.job.id): one.estimated_gpus for one in lab.explained()}
+    assert [on[f"w{n}"] for n in range(3)] == [("box-1/0",)] * 3, "the limited one has an hour to go"
 
 
 def test_small_words() -> None:

@@ -15,6 +15,7 @@ ROW = {
     "priority": 0,
     "waiting_since": "2026-11-23T15:45:36Z",
     "estimated_start": None,
+    "estimated_gpus": [],
     "reason": "the hub cannot be reached " * 20 + "end",
 }
 

@@ -27,12 +27,19 @@ def box_page(request: Request, principal: ReadingOrOperating) -> Response:
     by_node: dict[str, list[dict[str, Any]]] = {node["name"]: [] for node in nodes}
     for gpu in gpus:
         by_node.setdefault(gpu["node"], []).append(gpu)
+    queue = views.ask(show_queue, limit=200)
+    coming: dict[str, dict[str, Any]] = {}
+    for one in sorted(queue["data"], key=lambda one: one["estimated_start"] or ""):
+        for label in one["estimated_gpus"]:
+            coming.setdefault(label, one)
     return render.page(
         request,
         "box.html",
         nodes=nodes,
         by_node=by_node,
-        queue=views.ask(show_queue, limit=200),
+        queue=queue,
+        coming=coming,
+        writes=render.may_write(principal),
         maintenance=views.ask(gpus_router.list_maintenance)["data"],
         holds=views.ask(gpus_router.list_holds)["data"],
         busy=sum(1 for gpu in gpus if gpu["state"] == "busy"),

@@ -29,7 +29,7 @@ from core.jobs.policies.quotas import names
 from core.jobs.policies.times import clock
 from core.jobs.scheduling import cluster, gang_scheduling, preempt, queue_order
 from core.jobs.scheduling.cluster import SlotState
-from core.jobs.views.forecast import Forecast
+from core.jobs.views.forecast import Forecast, Start
 
 Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker", "after"]
 MOST = 1000
@@ -49,6 +49,8 @@ class Explanation:
     """turn: others are before it, or all slots are busy; closed: slots are held, drained, silent or used by others."""
     reason: str
     estimated_start: float | None
+    estimated_gpus: tuple[str, ...] = ()
+    """Labels of the slots on which it may start then; the first one has rank 0."""
     aside: str | None = None
     """Further notes for its own project: for whom it made room, or that others make room for it."""
 
@@ -202,10 +204,11 @@ class QueueExplainer:
 
     # -- words
 
-    def _words(self, phase: Kind, row: Job, position: int | None, start: float | None) -> Explanation:
+    def _words(self, phase: Kind, row: Job, position: int | None, start: Start | None) -> Explanation:
         key = Key.parse(row.queue_key)
         code, reason = self._why(phase, row, key, position)
-        return Explanation(row, key, phase, position, code, reason, start, self._aside(row))
+        at, on = (None, ()) if start is None else (start.at, tuple(self._seats[seat].label for seat in start.seats))
+        return Explanation(row, key, phase, position, code, reason, at, on, self._aside(row))
 
     def _aside(self, row: Job) -> str | None:
         if row.preempted is not None:

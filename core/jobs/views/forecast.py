@@ -4,6 +4,7 @@ project have taken."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from sqlalchemy import select
@@ -20,6 +21,16 @@ RECENT = 20
 """Finished jobs of a project whose median time stands for a job of it that says nothing of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """About when and where a waiting job starts."""
+
+    at: float
+    """Unix seconds."""
+    seats: tuple[int, ...]
+    """Places in the forecast's `seats`."""
+
+
 class Forecast:
     """Estimates starts from one reading of the whole state: `seats`, and the jobs that run on them by their id."""
 
@@ -34,27 +45,28 @@ class Forecast:
         self._session, self._now, self._seats, self._leave = session, now, seats, leave_seconds
         self._free_at = self._when_free(running)
 
-    def starts(self, in_line: Sequence[Job]) -> dict[str, float]:
-        """About when each of those that wait to be trained will start, by its id, if every slot goes on to the next as
-        soon as it can."""
+    def starts(self, in_line: Sequence[Job]) -> dict[str, Start]:
+        """About when and where each of those that wait to be trained will start, by its id, if every slot goes on to
+        the next as soon as it can."""
         free_at: dict[int, float | None] = {
             number: max(at, self._now)
             for number, at in self._free_at.items()
             if at is not None and self._seats[number].slot.phase == Kind.TRAIN
         }
         gaps: dict[int, tuple[float, float]] = {}
-        starts: dict[str, float] = {}
+        starts: dict[str, Start] = {}
         for row in in_line:
             needs = Key.parse(row.queue_key).needs
             gap = self._gap(row, needs, gaps) if needs.gpus == 1 else None
             if gap is not None and row.bound_seconds is not None:
-                starts[row.id], end = gaps.pop(gap)
-                gaps[gap] = starts[row.id] + row.bound_seconds + self._leave, end
+                free, end = gaps.pop(gap)
+                starts[row.id] = Start(free, (gap,))
+                gaps[gap] = free + row.bound_seconds + self._leave, end
                 continue
             group = gang_scheduling.gather(self._seats, free_at, needs, stay=row.reserved_node)
             if group is None or group.start is None:
                 continue
-            starts[row.id], takes = group.start, self._takes(row)
+            starts[row.id], takes = Start(group.start, tuple(group.seats)), self._takes(row)
             for number in group.seats:
                 if (at := free_at.pop(number)) is not None and at < group.start:
                     gaps[number] = at, group.start
