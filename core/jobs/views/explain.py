@@ -29,7 +29,7 @@ from core.jobs.policies.quotas import names
 from core.jobs.policies.times import clock
 from core.jobs.scheduling import cluster, gang_scheduling, preempt, queue_order
 from core.jobs.scheduling.cluster import SlotState
-from core.jobs.views.forecast import Forecast, Start
+from core.jobs.views.forecast import EstimatedStart, Forecast
 
 Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker", "after"]
 MOST = 1000
@@ -204,7 +204,7 @@ class QueueExplainer:
 
     # -- words
 
-    def _words(self, phase: Kind, row: Job, position: int | None, start: Start | None) -> Explanation:
+    def _words(self, phase: Kind, row: Job, position: int | None, start: EstimatedStart | None) -> Explanation:
         key = Key.parse(row.queue_key)
         code, reason = self._why(phase, row, key, position)
         at, on = (None, ()) if start is None else (start.at, tuple(self._seats[seat].label for seat in start.seats))

@@ -22,7 +22,7 @@ RECENT = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class EstimatedStart:
     """About when and where a waiting job starts."""
 
     at: float
@@ -45,7 +45,7 @@ class Forecast:
         self._session, self._now, self._seats, self._leave = session, now, seats, leave_seconds
         self._free_at = self._when_free(running)
 
-    def starts(self, in_line: Sequence[Job]) -> dict[str, Start]:
+    def starts(self, in_line: Sequence[Job]) -> dict[str, EstimatedStart]:
         """About when and where each of those that wait to be trained will start, by its id, if every slot goes on to
         the next as soon as it can."""
         free_at: dict[int, float | None] = {
@@ -54,19 +54,19 @@ class Forecast:
             if at is not None and self._seats[number].slot.phase == Kind.TRAIN
         }
         gaps: dict[int, tuple[float, float]] = {}
-        starts: dict[str, Start] = {}
+        starts: dict[str, EstimatedStart] = {}
         for row in in_line:
             needs = Key.parse(row.queue_key).needs
             gap = self._gap(row, needs, gaps) if needs.gpus == 1 else None
             if gap is not None and row.bound_seconds is not None:
                 free, end = gaps.pop(gap)
-                starts[row.id] = Start(free, (gap,))
+                starts[row.id] = EstimatedStart(free, (gap,))
                 gaps[gap] = free + row.bound_seconds + self._leave, end
                 continue
             group = gang_scheduling.gather(self._seats, free_at, needs, stay=row.reserved_node)
             if group is None or group.start is None:
                 continue
-            starts[row.id], takes = Start(group.start, tuple(group.seats)), self._takes(row)
+            starts[row.id], takes = EstimatedStart(group.start, tuple(group.seats)), self._takes(row)
             for number in group.seats:
                 if (at := free_at.pop(number)) is not None and at < group.start:
                     gaps[number] = at, group.start
