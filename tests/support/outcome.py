@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -43,6 +44,7 @@ class Outcome:
 
     def _fault(self, report: pytest.TestReport | pytest.CollectReport, when: str) -> None:
         self.faults.append({"test": report.nodeid, "when": when, "text": report.longreprtext})
+        print(f"\n{report.nodeid}: {when} failed", file=sys.__stderr__, flush=True)  # a suite takes half an hour
 
     def pytest_sessionfinish(self) -> None:
         self.path.write_text(json.dumps({"passed": self.passed, "faults": self.faults, "took": self.took}))
