@@ -13,7 +13,7 @@ from core.jobs.views import queries
 
 METRICS = (
     "loss", "eval_loss", "eval_exact_match", "eval_perplexity", "grad_norm", "tokens_per_second", "memory_bytes",
-    "reward", "kl", "entropy", "rewards/accuracies", "rewards/margins",
+    "gpu_busy_percent", "reward", "kl", "entropy", "rewards/accuracies", "rewards/margins",
 )  # fmt: skip
 """Names that the list offers; any other may be given."""
 KEPT = 50_000

@@ -5,6 +5,7 @@ The box is made up (a tree like /sys, whose files this test changes); worker, da
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
@@ -16,16 +17,19 @@ from sqlalchemy import insert, select
 
 from core.db import migrate
 from core.db.engine import Database
-from core.db.tables import Attempt, Job, Node, Project, User
+from core.db.tables import Attempt, Job, Metric, Node, Project, User
 from core.hardware.discover import Gpu, discover
+from core.jobs.lifecycle.claims import claim
 from core.jobs.lifecycle.submit import Actor, submit
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
+from core.spec.run.folder import EVENTS_FILE
 from core.storage.layout import Layout
 from tests.support.hardware import unpack
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
+from worker.attempt.event_relay import EventRelay
 from worker.gpus import gpu_memory
 from worker.gpus.foreign_processes import ForeignProcesses
 
@@ -201,3 +205,27 @@ def test_nvidias_processes(settings: Settings, tmp_path: Path, monkeypatch: pyte
     program.write_text("#!/bin/sh\nexit 9\n")
     others.look()
     assert "GPU-a" not in others
+
+
+def test_the_newest_step_of_a_job_has_what_its_gpus_do(settings: Settings, used: Path, database: Database) -> None:
+    settings = settings.model_copy(update={"data_roots": (settings.root,)})
+    job_id = add_job(database, settings.root)
+    agent = Agent(settings)
+    slot = next(slot for slot in agent.slots if slot.kind == "gpu")
+    with database.write() as session:
+        won = claim(session, "wrk-1", "box", slot, 60)
+    assert won is not None and won.token.job_id == job_id
+    steps = [{"seq": n, "time": 1.0, "type": "metrics", "step": n, "values": {"loss": 2.0}} for n in (1, 2)]
+    (settings.root / EVENTS_FILE).write_text("".join(f"{json.dumps(one)}\n" for one in steps))
+    assert agent.site.figures is not None
+    agent.site.figures.look()
+    assert EventRelay(agent.site, won, settings.root).tell() == ""
+    with database.read() as session:
+        rows = session.execute(select(Metric.step, Metric.name, Metric.value).where(Metric.job_id == job_id)).all()
+    assert sorted(tuple(row) for row in rows) == [
+        (1, "loss", 2.0),
+        (2, "gpu_busy_percent", 97.0),
+        (2, "gpu_celsius", 78.0),
+        (2, "gpu_watts", 742.0),
+        (2, "loss", 2.0),
+    ]

@@ -106,7 +106,7 @@ class Agent:
         self.site.room = self._room.left
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
         self._others = ForeignProcesses(gpus, settings.sysfs)
-        self._figures = GpuStats(gpus, settings.sysfs)
+        self._figures = self.site.figures = GpuStats(gpus, settings.sysfs)
         self._row: tuple[list[str], list[dict[str, object]]] = ([], [])
         """What the node's row says, as far as it changes."""
         self._showing = threading.Lock()

@@ -17,6 +17,7 @@ from core.settings import Settings
 from core.storage.layout import Layout
 from worker.attempt.standby import StandbyTrainers
 from worker.gpus.gpu_memory import Quarantine
+from worker.gpus.gpu_stats import GpuStats
 from worker.gpus.selftest import SelfTests
 from worker.store.local_cache import LocalCache
 
@@ -46,6 +47,8 @@ class WorkerContext:
     """GPUs that have not given their memory back; None on a box without GPUs."""
     selftests: SelfTests | None = None
     """What is known of the devices of its slots."""
+    figures: GpuStats | None = None
+    """What the GPUs do at this moment."""
     copies: LocalCache | None = None
     """What this box has of a data root that is an object store; None: the data root is a folder."""
     room: Callable[[], int | None] = lambda: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class EventRelay:
         """Set once the child runs, where the data root is an object store."""
         self._context = context
         self._token = claim.token
+        self._gpus = [context.gpus[slot.id] for slot in claim.slots if slot.id in context.gpus]
         self._path = folder / EVENTS_FILE
         self._offset = 0
         self._unsure = False
@@ -57,6 +59,7 @@ class EventRelay:
         self.last = next((line for line in reversed(batch.lines) if line["type"] in ("result", "error")), self.last)
         self.stepped = self.stepped or any(line["type"] == "metrics" for line in batch.lines)
         self.signs.hear(batch.lines)
+        self._add_figures(batch.lines)
         self._unsure = True  # an error of the commit does not say whether it was done
         with self._context.database.write() as session:
             claims.running(session, self._token)
@@ -69,6 +72,12 @@ class EventRelay:
             if line["type"] == "checkpoint" and self.publisher is not None:
                 self.publisher.checkpoint(line["path"])
         return stop
+
+    def _add_figures(self, lines: Sequence[dict[str, Any]]) -> None:
+        """What the job's GPUs do now, at its newest step: the trainer itself is not told of it."""
+        newest = next((line for line in reversed(lines) if line["type"] == "metrics"), None)
+        if newest is not None and self._gpus and self._context.figures is not None:
+            newest["values"] |= self._context.figures.metrics(self._gpus)
 
     def tell_rest(self) -> bool:
         """Relay to the end of the file. False: the job is lost."""

@@ -10,8 +10,9 @@
     ["loss", ["loss", "eval_loss"]], ["learning rate", ["learning_rate"]], ["gradient norm", ["grad_norm"]],
     ["tokens per second", ["tokens_per_second"]], ["memory", ["memory_bytes"]],
   ];
-  // Shown where a job has them: stages with rewards, and stages over pairs.
+  // Shown where a job has them: jobs on GPUs, stages with rewards, and stages over pairs.
   const rewards = [
+    ["GPU load, %", ["gpu_busy_percent"]],
     ["reward", ["reward", "reward_std"]], ["groups without variance", ["frac_reward_zero_std"]],
     ["answer length", ["completions/mean_length", "completions/max_length"]], ["answers cut", ["completions/truncated"]],
     ["KL to the reference", ["kl"]], ["entropy", ["entropy"]], ["clipped", ["clip_ratio"]], ["sampler against trainer", ["sampler_mismatch_kl"]],
