@@ -25,8 +25,9 @@ from tests.support.trainer import PLAIN, events, pairs, weights, write_rows, wri
 from tests.train.test_activations import InWindow
 
 ROWS = 12
-WEIGHTS, FIGURES = 1e-5, 2e-5
-"""Differences that other orders of float32 sums make: of weights that move by 1e-2, and of figures relative."""
+WEIGHTS, FIGURES = 5e-5, 2e-5
+"""Differences that other orders of float32 sums make: of weights that move by 1e-2 (2e-5 was the worst of the CPUs that
+were tried), and of figures relative."""
 
 
 @dataclass(frozen=True)
