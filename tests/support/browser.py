@@ -64,7 +64,12 @@ class Browser:
         return str(found)
 
     def click(self, css: str) -> None:
-        self.ask("POST", f"/element/{self.find(css)}/click", {})
+        try:
+            self.ask("POST", f"/element/{self.find(css)}/click", {})
+        except BrowserError as error:
+            if "stale element" not in str(error):
+                raise
+            self.ask("POST", f"/element/{self.find(css)}/click", {})  # the page has put another in its place
 
     def type(self, css: str, text: str) -> None:
         element = self.find(css)

@@ -27,6 +27,7 @@ eft.tell = (text, kind = "bad", link) => {
 };
 
 eft.signedOut = () => {
+  if (eft.over) return;  // told already: by the stream, or by a request
   eft.over = true;
   eft.stream?.close();
   const here = location.pathname.split("/ui/")[1] + location.search;
