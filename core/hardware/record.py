@@ -19,7 +19,7 @@ from pathlib import Path
 
 from core.hardware.recording import DeviceFile, Recording
 from core.hardware.sources import nvidia, pci, rocm, tools
-from core.hardware.sources.kfd import NODES
+from core.hardware.sources.kfd import NODES, SENSORS
 
 PCI = f"sys/{pci.DEVICES}/*/uevent"
 """PCI devices that compute or display; other devices are not recorded."""
@@ -32,10 +32,7 @@ FILES = (
     "class/drm/renderD*/device/mem_info_vram_used",
     "class/drm/renderD*/device/mem_info_gtt_total",
     "class/drm/renderD*/device/gpu_busy_percent",
-    "class/drm/renderD*/device/hwmon/hwmon*/temp*_label",
-    "class/drm/renderD*/device/hwmon/hwmon*/temp*_input",
-    "class/drm/renderD*/device/hwmon/hwmon*/power1_average",
-    "class/drm/renderD*/device/hwmon/hwmon*/power1_input",
+    *(f"class/drm/renderD*/device/hwmon/hwmon*/{name}" for name in ("temp*_label", *SENSORS)),
     "class/drm/renderD*/device/product_name",
     "class/drm/renderD*/device/current_compute_partition",
     "class/drm/renderD*/device/current_memory_partition",

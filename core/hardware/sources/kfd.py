@@ -24,9 +24,10 @@ from core.hardware.tables.arch import gfx_name, lookup
 
 NODES = "class/kfd/kfd/topology/nodes"
 PROCESSES = "class/kfd/kfd/proc"
-SENSORS = "hwmon*/[tp][eo]*[0-9]_[ia]*"
 TEMPERATURES = ("junction", "edge", "temp1_input")
 POWERS = ("power1_average", "power1_input")
+SENSORS = ("temp*_input", *POWERS)
+"""Files of a card's folders `hwmon*`."""
 FRAME_BUFFER = (1, 2)
 """heap_type of a memory bank on the card, visible to the CPU or not (HSA_MEM_HEAP_TYPE_FB_…)."""
 
@@ -193,7 +194,8 @@ def _sensors(gpu: Gpu, sysfs: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     if gpu.partition is not None or not gpu.render:
         return found
-    for path in sorted((sysfs / "class/drm" / gpu.render / "device/hwmon").glob(SENSORS)):
+    folder = sysfs / "class/drm" / gpu.render / "device/hwmon"
+    for path in sorted(path for name in SENSORS for path in folder.glob(f"hwmon*/{name}")):
         label = text(path.with_name(path.name.rpartition("_")[0] + "_label"))
         with suppress(OSError, ValueError):  # no such sensor on this card, or the card is suspended
             value = int(path.read_text())
