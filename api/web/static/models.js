@@ -2,11 +2,7 @@
 // One model: tags, exports, and its end.
 (() => {
   const model = document.getElementById("top").dataset.model;
-  const send = async (path, method, body) => {
-    const reply = await eft.fetch(`models/${model}${path}`, { method, ...(body && { body: JSON.stringify(body), headers: { "content-type": "application/json" } }) });
-    if (reply.ok) { eft.tell(""); eft.soon(0); } else if (!eft.over) eft.tell(await eft.fault(reply));
-    return reply.ok;
-  };
+  const send = (path, method, body) => eft.send(`models/${model}${path}`, method, body);
   document.getElementById("add-tag")?.addEventListener("submit", async (event) => {
     event.preventDefault();
     const input = document.getElementById("new-tag");

@@ -39,6 +39,14 @@ eft.fault = async (reply) => {
   try { const { error } = await reply.json(); return error.message; } catch { return `the server answered ${reply.status}`; }
 };
 
+// A change: what differs is shown afterwards, or why it was refused. The reply, or null.
+eft.send = async (path, method, body) => {
+  const reply = await eft.fetch(path, { method, ...(body && { body: JSON.stringify(body), headers: { "content-type": "application/json" } }) });
+  if (reply.ok) { eft.tell(""); eft.soon(0); return reply; }
+  if (!eft.over) eft.tell(await eft.fault(reply));
+  return null;
+};
+
 // -- contents: the page is asked for again, and what differs in its live parts is put in place
 eft.refresh = async () => {
   if (eft.over || eft.busy) { eft.again = true; return; }

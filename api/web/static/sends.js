@@ -2,14 +2,6 @@
 // Forms, lists and buttons that state a request of the API in their attributes: `data-method`, `data-sends` (its path,
 // `{name}` taken from the form's field of this name) and `data-body`, or the form's fields.
 (() => {
-  const send = async (control, path, body) => {
-    const { method } = control.dataset;
-    const reply = await eft.fetch(path, { method, ...(body && { body: JSON.stringify(body), headers: { "content-type": "application/json" } }) });
-    if (!reply.ok) { if (!eft.over) eft.tell(await eft.fault(reply)); return null; }
-    eft.tell("");
-    eft.soon(0);
-    return reply.json();
-  };
   const show = ({ key, name }) => {
     const box = document.getElementById("made"), shown = document.createElement("code"), copy = document.createElement("button");
     shown.textContent = copy.dataset.copy = key;
@@ -33,22 +25,23 @@
     const path = form.dataset.sends.replace(/{(\w+)}/g, (_, name) => { const part = inPath(body[name]); delete body[name]; return part; });
     const button = form.querySelector("button");
     button.disabled = true;
-    const made = await send(form, path, body);
+    const reply = await eft.send(path, form.dataset.method, body);
     button.disabled = false;
-    if (!made) return;
+    if (!reply) return;
     form.reset();
+    const made = await reply.json();
     if (made.key) show(made);
   });
   document.addEventListener("change", async (event) => {
     const list = event.target.closest("select[data-sends]");
-    if (list && !await send(list, list.dataset.sends, { [list.dataset.field]: list.value }))
+    if (list && !await eft.send(list.dataset.sends, list.dataset.method, { [list.dataset.field]: list.value }))
       list.value = [...list.options].find((option) => option.defaultSelected).value;
   });
   document.addEventListener("click", async (event) => {
     const button = event.target.closest("button[data-sends]");
     if (!button || (button.dataset.sure && !confirm(button.dataset.sure))) return;
     button.disabled = true;
-    await send(button, button.dataset.sends, button.dataset.body && JSON.parse(button.dataset.body));
+    await eft.send(button.dataset.sends, button.dataset.method, button.dataset.body && JSON.parse(button.dataset.body));
     button.disabled = false;
   });
 })();
