@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, TypeVar, cast, get_args
 
 from core.tracking.points import Points
-from core.tracking.runs import MLflowRun, Status, TensorBoardRun, Told, TrackerRun, WandBRun
+from core.tracking.runs import MLflowRun, Status, TensorBoardRun, Told, TrackerRun, TrackioRun, WandBRun
 
 GRACE = 60.0
 """Seconds after the attempt's end in which the rest has to be told."""
@@ -30,6 +30,7 @@ TRACKER_RUNS: dict[str, Callable[[Told], TrackerRun]] = {
     "tensorboard": TensorBoardRun,
     "mlflow": MLflowRun,
     "wandb": WandBRun,
+    "trackio": TrackioRun,
 }
 T = TypeVar("T")
 

@@ -8,8 +8,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from core.tracking.points import Point
 
@@ -174,3 +175,40 @@ class WandBRun:
 
     def close(self, status: Status) -> None:
         self._run.finish(exit_code=1 if status in ("failed", "cancelled") else 0)
+
+
+class TrackioRun:
+    """A run with the job's id in the store that trackio keeps in a folder. Each call of it is one transaction, which is
+    written when the call returns; its own logger tells in the background, and does not say what has arrived."""
+
+    def __init__(self, told: Told) -> None:
+        told.folder.mkdir(parents=True, exist_ok=True)
+        os.environ["TRACKIO_DIR"] = str(told.folder)  # read when it is imported
+        from trackio.sqlite_storage import SQLiteStorage
+
+        self._store: Any = SQLiteStorage
+        self._told = told
+        self._store.validate_project_name(told.group)
+
+    def had(self) -> Mapping[str, int]:
+        found: dict[str, int] = {}
+        for line in self._store.get_logs(self._told.group, self._told.name, run_id=self._told.job):
+            found |= {name: max(line["step"], found.get(name, 0)) for name in line if name not in ("timestamp", "step")}
+        return found
+
+    def take(self, points: Sequence[Point]) -> None:
+        told = self._told
+        self._store.bulk_log(
+            told.group,
+            told.name,
+            [dict(point.values) for point in points],
+            steps=[point.step for point in points],
+            timestamps=[datetime.fromtimestamp(point.time, UTC).isoformat() for point in points],
+            config={**told.params, "tags": ", ".join(told.tags), "eft.job": told.job},
+            # what is offered again has the id that it had: a name is reported once a step
+            log_ids=[f"{told.job}-{point.step}-{min(point.values, default='')}" for point in points],
+            run_id=told.job,
+        )
+
+    def close(self, status: Status) -> None:
+        """Nothing is held back, and trackio has no word for how a run ended."""

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from core.spec.axes.evaluation.tracking import Trackio
 from core.spec.run.folder import EVENTS_FILE
 from core.tools import ToolSet
 from core.tracking.points import Points
@@ -64,6 +66,19 @@ for path in sorted(glob.glob(sys.argv[1] + "/wandb/offline-run-*/*.wandb")):
                 found.setdefault(name, []).append([items["_step"], value])
 print(json.dumps(found))
 """,
+    "trackio": """
+import json, os, sys
+os.environ["TRACKIO_DIR"] = sys.argv[1]
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs("eft")
+assert run.name == "voice intents" and run.config["method.r"] == "16" and run.config["tags"] == "urgent", run.config
+found = {}
+for line in SQLiteStorage.get_logs("eft", run.name, run_id=run.id):
+    for name in set(line) - {"step", "timestamp"}:
+        found.setdefault(name, []).append([line["step"], line[name]])
+print(json.dumps(found))
+""",
 }
 
 
@@ -99,7 +114,7 @@ def test_each_point_is_read_once_over_attempts_that_repeat_steps(tmp_path: Path)
     assert list(points.read()) == [] and points.ended == "result"
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow", "wandb"])
+@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow", "wandb", "trackio"])
 def test_a_tracker_has_each_point_once_whatever_is_killed(tracker: ToolSet, tmp_path: Path) -> None:
     tools = install(tracker, CACHE, offline=False, field="tracking")
     environment = tracker_environment(tools.folder, tmp_path, inherited={"PATH": os.environ["PATH"]})
@@ -132,7 +147,7 @@ def test_a_tracker_has_each_point_once_whatever_is_killed(tracker: ToolSet, tmp_
         first.stdin.write(b"open\n")
         assert first.wait(240) == 0
     else:
-        written = folder / "mlflow.db" if tracker == "mlflow" else folder
+        written = folder / {"mlflow": "mlflow.db", "trackio": "eft.db"}.get(tracker, "")
         wait_for(lambda: written.exists() and first.poll() is None, 240, "its run")
         first.kill()
         first.wait()
@@ -146,3 +161,10 @@ def test_a_tracker_has_each_point_once_whatever_is_killed(tracker: ToolSet, tmp_
     assert found["loss"] == [[step, pytest.approx(1 / step)] for step in range(1, 12)]
     assert found["grad_norm"] == [[step, step] for step in range(1, 12) if step != 2]
     assert found["eval_loss"] == [[5, pytest.approx(0.4)], [10, pytest.approx(0.2)]]
+
+
+@pytest.mark.parametrize("project", ["registry-intents", "intents_artifacts", "Intents_Traces"])
+def test_a_project_that_trackio_keeps_for_itself_is_refused(project: str) -> None:
+    with pytest.raises(ValidationError, match="trackio keeps names"):
+        Trackio(project=project)
+    assert Trackio(project="intents").project == "intents"

@@ -8,6 +8,12 @@ from pydantic import AfterValidator, Field
 
 from core.spec.base import SpecModel, by_type, short_form
 
+RESERVED_BEGINNING = "registry-"
+RESERVED_ENDS = (
+    *("_system", "_configs", "_traces"),
+    *("_artifacts", "_artifact_versions", "_artifact_aliases", "_artifact_links"),
+)
+"""Of the names of trackio's projects (SQLiteStorage.validate_project_name)."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._/-]{0,99}$")]
 
 
@@ -34,7 +40,24 @@ class WandB(SpecModel):
     """Project of Weights & Biases that the run belongs to."""
 
 
-Tracker = Annotated[TensorBoard | MLflow | WandB, Field(discriminator="type"), short_form(by_type)]
+def _is_free(project: str) -> str:
+    if project.lower().startswith(RESERVED_BEGINNING) or project.lower().endswith(RESERVED_ENDS):
+        raise ValueError(
+            f"trackio keeps names that begin with {RESERVED_BEGINNING} or end with one of {', '.join(RESERVED_ENDS)} "
+            "for files of its own"
+        )
+    return project
+
+
+class Trackio(SpecModel):
+    """A run of trackio, in the folder `trackio` of the service's tracking folder."""
+
+    type: Literal["trackio"] = "trackio"
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$"), AfterValidator(_is_free)] = "eft"
+    """Project of trackio that the run belongs to."""
+
+
+Tracker = Annotated[TensorBoard | MLflow | WandB | Trackio, Field(discriminator="type"), short_form(by_type)]
 
 
 def _once(trackers: list[Tracker]) -> list[Tracker]:
