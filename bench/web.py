@@ -126,7 +126,7 @@ def _compare(window: Browser, jobs: list[str], steps: int) -> dict[str, float]:
     found |= _frames(window, "zoom of one chart", one, 120) | _frames(window, "zoom of all charts", every, 20)
     window.cdp("HeapProfiler.collectGarbage")
     found["heap of the page, MB"] = window.run("return performance.memory.usedJSHeapSize / 1e6")
-    found["lines"] = window.run("return [...eft.charts.values()].reduce((sum, { u }) => sum + u.series.length - 1, 0)")
+    found["lines"] = window.run("return [...eft.charts.values()].reduce((sum, { lines }) => sum + lines.length, 0)")
     return found
 
 

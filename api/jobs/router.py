@@ -323,6 +323,8 @@ def job_metrics(
     ] = None,
     points: Annotated[int | None, Query(ge=2, le=100_000, description="At most so many of each.")] = None,
     clock: Annotated[bool, Query(description="Also `seconds`: when each step was reported, after the first.")] = False,
+    first_step: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Steps from this one on.")] = None,
+    last_step: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Steps up to this one.")] = None,
     format: Annotated[Literal["json", "csv"] | None, Query(description="Or by `Accept: text/csv`.")] = None,
 ) -> Response:
     """Loss, learning rate, gradient norm, tokens per second and the trainer's other metrics, by optimizer step.
@@ -333,7 +335,7 @@ def job_metrics(
     """
     wanted = [name for name in (names or "").split(",") if name]
     with app.database.read() as session:
-        series = curves(session, find(session, principal, job_id), wanted, points, clock)
+        series = curves(session, find(session, principal, job_id), wanted, points, clock, first_step, last_step)
     if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")

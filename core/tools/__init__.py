@@ -12,7 +12,9 @@ import sysconfig
 from pathlib import Path
 from typing import Literal
 
-ToolSet = Literal["gguf", "quants", "compressed", "torchao", "lm_eval", "math", "tensorboard", "mlflow", "wandb", "trackio"]
+ToolSet = Literal[
+    "gguf", "quants", "compressed", "torchao", "lm_eval", "math", "tensorboard", "mlflow", "wandb", "trackio"
+]
 FOLDER = "tools"
 """Name of the folder below the cache."""
 

@@ -108,7 +108,7 @@ def done(service: Service, window: Browser, rows: Path, models: Path) -> list[st
     window.wait(lambda: window.path.startswith("/ui/jobs/job-"), "the page of the job")
     first = window.path.rpartition("/")[2]
     window.wait_for_text("#sentence", "Done in", 90)  # without loading the page again
-    window.wait(lambda: window.run("return eft.charts.get('loss')?.u.data[0].length > 0"), "the loss curve")
+    window.wait(lambda: window.run("return eft.charts.get('loss')?.lines[0]?.xs.length > 0"), "the loss curve")
     second = service.submit(job_file(models, file_id, name="second"))
     service.wait(second, "succeeded")
     return [first, second]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.jobs.views.queries import thin_out
@@ -10,6 +10,7 @@ from core.jobs.views.queries import thin_out
 VALUES = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=400)
 
 
+@settings(deadline=None)  # a loaded machine is no fault
 @given(VALUES, st.integers(4, 60))
 def test_every_bucket_keeps_its_extremes_and_the_ends_stay(values: list[float], most: int) -> None:
     points = list(enumerate(values))
@@ -20,6 +21,7 @@ def test_every_bucket_keeps_its_extremes_and_the_ends_stay(values: list[float], 
     assert max(value for _, value in kept) == max(values) and min(value for _, value in kept) == min(values)
 
 
+@settings(deadline=None)
 @given(st.integers(100, 3000), st.integers(20, 80), st.data())
 def test_every_spike_of_the_full_curve_is_in_the_thinned_one(length: int, most: int, data: st.DataObject) -> None:
     """As many spikes as there are buckets, wherever they stand: one a bucket, up or down, is never lost."""

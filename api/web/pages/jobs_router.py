@@ -95,9 +95,6 @@ def job_page(
     """One job: what it does, its curves, samples, log, timeline, spec, memory and results."""
     views = Views(request, principal)
     job = views.ask(jobs.show_job, job_id=job_id)
-    series = views.ask(
-        jobs.job_metrics, request=request, job_id=job_id, names="memory_bytes", points=None, clock=False, format="json"
-    )
     events, phase, seq = _told(app, job_id)
     lineage = views.ask(job_lineage, job_id=job_id)["data"]
     return render.page(
@@ -114,7 +111,7 @@ def job_page(
         artifacts=views.ask(jobs.list_artifacts, job_id=job_id)["data"],
         log=_log(views, job_id),
         lineage=lineage if len(lineage) > 1 else [],
-        peak=max((value for _, value in series.get("memory_bytes", [])), default=None),
+        peak=_peak(app, job_id),
         record=_record(app, job_id),
         lines=_lines(request, job),
         checkpoints=[event for event in events if event["type"] == "checkpoint"][:SHOWN_CHECKPOINTS],
@@ -147,6 +144,11 @@ def _told(app: AppState, job_id: str) -> tuple[list[dict[str, Any]], str | None,
         for row in rows
     ]
     return told, phases[0].data.get("phase") if phases else None, seq
+
+
+def _peak(app: AppState, job_id: str) -> float | None:
+    with app.database.read() as session:
+        return queries.metric_peak(session, job_id, "memory_bytes")
 
 
 def _record(app: AppState, job_id: str) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@
     ["rewards of pairs", ["rewards/chosen", "rewards/rejected"]], ["margin", ["rewards/margins"]], ["accuracy", ["rewards/accuracies"]],
   ];
   const data = new Map();    // job → metric → [[step, value], …]
-  const charts = new Map();  // title → uPlot
+  const charts = new Map();  // title → chart (chart.js)
   const $ = (id) => document.getElementById(id);
   const options = { smooth: 0, axis: "step", log: false, more: "" };
   const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -62,61 +62,33 @@
     };
   };
 
-  const lines = (names) => {
+  // Points of a metric: those of the whole curve, and in a part that is looked at closely those that were asked for it.
+  const points = (job, name, close) => {
+    const all = data.get(job)?.[name] || [], part = close?.get(job)?.[name];
+    if (!part?.length) return all;
+    return [...all.filter(([step]) => step < part[0][0]), ...part, ...all.filter(([step]) => step > part[part.length - 1][0])];
+  };
+  const lines = (names, close) => {
     const found = [];
     jobs.forEach((job, j) => names.forEach((name, n) => {
-      const points = data.get(job.id)?.[name];
-      if (!points?.length) return;
-      const place = places(job.id);
-      const at = jobs.length > 1 ? j : n;
-      found.push({ label: jobs.length > 1 ? `${job.name}${n ? ` ${name}` : ""}` : name, colour: colour(at), dash: jobs.length > 1 && n ? [5, 4] : [],
-        few: points.length <= 60 && n > 0,
-        xs: points.map(([step]) => place(step)), ys: points.map(([, value]) => options.log && value <= 0 ? null : value) });
+      const known = points(job.id, name, close);
+      if (!known.length) return;
+      const place = places(job.id), at = jobs.length > 1 ? j : n, few = known.length <= 60 && n > 0;
+      const ys = known.map(([, value]) => options.log && value <= 0 ? null : value);
+      found.push({ label: jobs.length > 1 ? `${job.name}${n ? ` ${name}` : ""}` : name, colour: colour(at), dash: jobs.length > 1 && n ? [5, 4] : [], few,
+        xs: known.map(([step]) => place(step)), ys, smooth: options.smooth && !few ? smoothed(ys, options.smooth) : null });
     }));
     return found;
   };
 
-  const joined = (found) => {
-    const tables = [];
-    for (const line of found) {
-      tables.push([line.xs, line.ys]);
-      if (options.smooth && !line.few) tables.push([line.xs, smoothed(line.ys, options.smooth)]);
-    }
-    return tables.length ? uPlot.join(tables) : null;
+  const look = {
+    x: (x) => options.axis === "time" ? eft.words(x) : options.axis === "tokens" ? `${short(x)} tokens` : `step ${Math.round(x).toLocaleString("en")}`,
+    y: (y) => short(y),
+    tick: (x) => options.axis === "time" ? eft.words(x) : short(x),
+    css,
+    get log() { return options.log; },
+    get axis() { return options.axis; },
   };
-
-  const tip = () => {
-    const node = document.createElement("div");
-    node.className = "u-tip";
-    node.hidden = true;
-    return { hooks: {
-      init: (u) => u.over.append(node),
-      setCursor: (u) => {
-        const { left, top, idx } = u.cursor;
-        if (idx === null || idx === undefined || left < 0) { node.hidden = true; return; }
-        let best = null;
-        for (let s = 1; s < u.series.length; s += 1) {
-          if (!u.series[s].show) continue;
-          // The nearest point that this line has: lines of several jobs have their own steps.
-          for (let reach = 0; reach < 40; reach += 1) {
-            const at = u.data[s][idx - reach] != null ? idx - reach : u.data[s][idx + reach] != null ? idx + reach : -1;
-            if (at < 0) continue;
-            const away = Math.abs(u.valToPos(u.data[s][at], "y") - top) + Math.abs(u.valToPos(u.data[0][at], "x") - left) / 4;
-            if (!best || away < best.away) best = { away, s, at };
-            break;
-          }
-        }
-        if (!best) { node.hidden = true; return; }
-        node.textContent = `${u.series[best.s].label}  ${short(u.data[best.s][best.at])}  at ${reads(u.data[0][best.at])}`;
-        node.hidden = false;
-        const width = node.offsetWidth;
-        node.style.left = `${Math.max(0, Math.min(left + 12, u.over.clientWidth - width))}px`;
-        node.style.top = `${top > 40 ? top - 34 : top + 14}px`;
-      },
-    } };
-  };
-  const reads = (x) => options.axis === "time" ? eft.words(x) : options.axis === "tokens" ? `${short(x)} tokens` : `step ${Math.round(x).toLocaleString("en")}`;
-
   const draw = (title, names) => {
     const id = `plot-${title.replace(/[^a-z0-9]+/gi, "-")}`;
     let plot = $(id);
@@ -131,47 +103,39 @@
       plot.append(top, area);
       box.append(plot);
     }
-    const area = plot.lastElementChild, found = lines(names), table = joined(found);
+    const area = plot.lastElementChild;
+    if (!charts.has(title)) charts.set(title, eft.chart(area, title, look, (min, max) => closer(title, names, min, max)));
+    const chart = charts.get(title), found = lines(names, chart.close);
     plot.querySelector(".end").textContent = jobs.length > 1 ? "" : found.map((line) => {
       const known = line.ys.filter((value) => value !== null);
       return known.length ? `${found.length > 1 ? `${line.label} ` : ""}${short(known[known.length - 1])}` : "";
     }).join(" · ");
-    plot.classList.toggle("without", !table);
+    plot.classList.toggle("without", !found.length);
+    area.className = found.length ? "area" : "empty";
+    if (!found.length) { chart.end(); chart.shape = ""; area.textContent = "No values yet"; return; }
     const shape = JSON.stringify([found.map((line) => line.label), options.axis, options.log, !!options.smooth, dark.matches]);
-    const before = charts.get(title);
-    if (!table) {
-      before?.u.destroy();
-      charts.delete(title);
-      area.className = "empty";
-      area.textContent = "No values yet";
+    chart.set(found, chart.shape !== shape);
+    chart.shape = shape;
+  };
+  // A part that is looked at has points of its own where the whole curve was thinned out.
+  const closer = async (title, names, min, max) => {
+    const chart = charts.get(title), thinned = jobs.filter((job) => names.some((name) => (data.get(job.id)?.[name] || []).length >= POINTS - 2));
+    if (min === undefined || options.axis !== "step" || !thinned.length) {
+      if (chart?.close) { chart.close = null; draw(title, names); }
       return;
     }
-    if (before && before.shape === shape) {
-      const { min, max } = before.u.scales.x, all = before.u.data[0];
-      const zoomed = min > all[0] || max < all[all.length - 1];
-      before.u.setData(table, !zoomed);
-      return;
-    }
-    before?.u.destroy();
-    area.className = "area";
-    area.textContent = "";
-    const grid = { stroke: css("--line"), width: 1 }, stroke = css("--dim"), font = "11px system-ui, sans-serif";
-    const series = [{ label: options.axis }];
-    for (const line of found) {
-      const smooth = options.smooth && !line.few;
-      series.push({ label: line.label, stroke: line.colour, width: smooth ? 1 : 1.5, alpha: smooth ? 0.28 : 1, dash: line.dash, spanGaps: true, points: { show: line.few, size: 5 } });
-      if (smooth) series.push({ label: line.label, stroke: line.colour, width: 2, dash: line.dash, spanGaps: true, points: { show: false } });
-    }
-    const u = new uPlot({
-      width: area.clientWidth, height: 190, series, plugins: [tip()], legend: { show: false },
-      cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 } },
-      scales: { x: { time: false }, y: options.log ? { distr: 3 } : {} },
-      axes: [
-        { stroke, grid, font, ticks: grid, size: 30, values: (_, ticks) => ticks.map((tick) => options.axis === "time" ? eft.words(tick) : short(tick)), space: 60 },
-        { stroke, grid, font, ticks: grid, size: 52, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : short(tick)) },
-      ],
-    }, table, area);
-    charts.set(title, { u, shape });
+    const first = Math.max(0, Math.floor(min)), last = Math.ceil(max), found = new Map();
+    if (chart.part === `${first} ${last}` && chart.close) return;
+    chart.part = `${first} ${last}`;
+    try {
+      await Promise.all(thinned.map(async (job) => {
+        const reply = await eft.fetch(`jobs/${job.id}/metrics?names=${encodeURIComponent(names.join(","))}&points=${POINTS}&first_step=${first}&last_step=${last}`);
+        if (reply.ok) found.set(job.id, await reply.json());
+      }));
+    } catch { return; /* the server is away: the points of the whole curve stay */ }
+    if (chart.part !== `${first} ${last}` || charts.get(title) !== chart) return;
+    chart.close = found;
+    draw(title, names);
   };
 
   const names = () => [...new Set([...data.values()].flatMap((one) => Object.keys(one)))].sort();
@@ -181,7 +145,7 @@
     const known = new Set(wanted.flatMap(([, list]) => list));
     for (const name of names()) if (!known.has(name) && words.some((word) => name.includes(word))) wanted.push([name, [name]]);
     const shown = new Set(wanted.map(([title]) => title));
-    for (const [title, chart] of charts) if (!shown.has(title)) { chart.u.destroy(); charts.delete(title); $(`plot-${title.replace(/[^a-z0-9]+/gi, "-")}`)?.remove(); }
+    for (const [title, chart] of charts) if (!shown.has(title)) { chart.end(); charts.delete(title); $(`plot-${title.replace(/[^a-z0-9]+/gi, "-")}`)?.remove(); }
     wanted.forEach(([title, list]) => draw(title, list));
     beside();
     const offered = names().filter((name) => !known.has(name) && name !== "seconds");
@@ -224,23 +188,31 @@
     }
   };
 
+  // Drawn as they come: a curve that is long does not keep the others waiting.
+  let due = 0;
+  const soon = () => { due ||= requestAnimationFrame(() => { due = 0; drawAll(); eft.shownAt ||= performance.now(); }); };
   const load = async () => {
     await Promise.all(jobs.map(async (job) => {
       const reply = await eft.fetch(`jobs/${job.id}/metrics?points=${POINTS}&clock=true`);
-      if (reply.ok) data.set(job.id, await reply.json());
+      if (reply.ok) { data.set(job.id, await reply.json()); if (!eft.drawn) soon(); }
     }));
+    cancelAnimationFrame(due);
+    due = 0;
     drawAll();
+    eft.shownAt ||= performance.now();
     eft.drawn = (eft.drawn || 0) + 1;
     eft.drawnAt ||= performance.now();
   };
 
   const ended = () => $("top")?.dataset.final === "true";
-  let asking = false, wanted = false;
+  let asking = false, wanted = false, rest = 0, told = 0;
   const again = async () => {
     if (eft.over) return;
     if (asking) { wanted = true; return; }  // what is asked for now may be older than the end of the job
     asking = true;
+    const began = performance.now();
     try { await load(); } catch { /* the server is away; the stream says when it is back */ } finally { asking = false; }
+    rest = 10 * (performance.now() - began);
     if (wanted) { wanted = false; again(); }
   };
   for (const [id, kind] of [["smooth", "smooth"], ["axis", "axis"], ["log", "log"], ["more", "more"]])
@@ -250,9 +222,15 @@
       drawAll();
     });
   dark.addEventListener("change", drawAll);
-  new ResizeObserver(() => charts.forEach(({ u }) => { const width = u.root.parentElement.clientWidth; if (Math.abs(width - u.width) > 1) u.setSize({ width, height: 190 }); })).observe(box);
+  new ResizeObserver(() => charts.forEach((chart) => chart.fit())).observe(box);
   let last = ended();
-  setInterval(() => { if (!document.hidden && !ended() && box.dataset.still === undefined) { again(); eft.soon(0); } }, EVERY);
+  // Curves that take the server long are asked for less often: ten times as long as they took passes between two askings.
+  setInterval(() => {
+    if (document.hidden || ended() || performance.now() < told + rest) return;
+    told = performance.now();
+    again();
+    eft.soon(0);
+  }, EVERY);
   document.addEventListener("eft:refreshed", () => { if (ended() && !last) { last = true; again(); } else if (!ended()) { last = false; } });
   again();
   eft.charts = charts;

@@ -20,20 +20,35 @@ _kept: OrderedDict[tuple[object, ...], Series] = OrderedDict()
 _lock = threading.Lock()
 
 
-def curves(session: Session, job: Job, names: Sequence[str], points: int | None, clock: bool) -> Series:
-    """Per name the pairs of step and value: all, or thinned out to `points` of each; with `clock` also `seconds`."""
-    key = (job.id, job.attempt, job.finished_at, tuple(names), points, clock)
+def curves(
+    session: Session,
+    job: Job,
+    names: Sequence[str],
+    points: int | None,
+    clock: bool,
+    first: int | None = None,
+    last: int | None = None,
+) -> Series:
+    """Per name the pairs of step and value, from step `first` to `last`: all, or thinned out to `points` of each; with
+    `clock` also `seconds`."""
+    key = (job.id, job.attempt, job.finished_at, tuple(names), points, clock, first, last)
     keeps = points is not None and Status(job.status) in FINAL
     if keeps:
         with _lock:
             if (kept := _kept.get(key)) is not None:
                 _kept.move_to_end(key)
                 return kept
-    series = queries.metric_series(session, job.id, names)
-    if clock and (found := queries.step_times(session, job.id)):
-        series["seconds"] = found
-    if points is not None:
-        series = {name: queries.thin_out(values, points) for name, values in series.items()}
+    series: Series = {}
+    longest, steps = None, 0
+    for name in names or queries.metric_names(session, job.id):
+        found = queries.metric_series(session, job.id, name, first, last)
+        if len(found) > steps:
+            longest, steps = name, len(found)
+        if found:
+            series[name] = found if points is None else queries.thin_out(found, points)
+    if clock and longest is not None:
+        times = queries.step_times(session, job.id, longest, first, last)
+        series["seconds"] = times if points is None else queries.thin_out(times, points)
     if keeps:
         with _lock:
             _kept[key] = series
