@@ -53,6 +53,8 @@ from api.serving.router import router as serving_router
 from api.sessions.router import router as sessions_router
 from api.sweeps.router import router as sweeps_router
 from api.tinker import results as tinker_results
+from api.tinker.downloads_router import open_router as downloads_router
+from api.tinker.downloads_router import router as tinker_downloads_router
 from api.tinker.futures_router import router as tinker_futures_router
 from api.tinker.router import router as tinker_router
 from api.tinker.runs_router import router as tinker_runs_router
@@ -97,6 +99,8 @@ ROUTERS: tuple[APIRouter, ...] = (
     sweeps_router,
     sessions_router,
     tinker_router,
+    tinker_downloads_router,
+    downloads_router,
     tinker_futures_router,
     tinker_runs_router,
     tinker_sampling_router,

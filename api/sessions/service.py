@@ -17,7 +17,7 @@ from core.db.engine import Database
 from core.db.tables import SessionOperation
 from core.errors import Fault, NotFound, SpecError
 from core.jobs.base.transitions import Actor
-from core.jobs.lifecycle.sessions import log, records
+from core.jobs.lifecycle.sessions import log, records, saves
 from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
 from core.settings import Settings
@@ -119,22 +119,23 @@ class Sessions:
         field = "operation.folder"
         if (saver := self._saver(folder)) is not None:
             try:
-                records.find(session, actor, saver)
+                saves.readable(session, actor, *saver)
             except NotFound as error:
-                raise NotFound("no session of this project has saved this adapter", field=field) from error
+                words = "no session of this project has saved this adapter, and no other has published it"
+                raise NotFound(words, field=field) from error
         elif fault := self._jobs.path_fault(folder, self._settings.model_roots, field, "EFT_MODEL_ROOTS"):
             raise SpecError(fault.message, field=field, code=fault.code)
 
-    def _saver(self, folder: str) -> str | None:
-        """The session that has saved a folder, symbolic links followed."""
+    def _saver(self, folder: str) -> tuple[str, str] | None:
+        """The session that has saved a folder, and the folder's name; symbolic links followed."""
         try:
             real = Path(os.path.realpath(folder))
         except (OSError, ValueError):
             return None
         runs = Path(os.path.realpath(self._layout.runs))
         match real.relative_to(runs).parts if folder.startswith("/") and real.is_relative_to(runs) else ():
-            case (saver, "session", folders, _) if folders == SAVED:
-                return saver
+            case (saver, "session", folders, name) if folders == SAVED:
+                return saver, name
         return None
 
     def _folder(self, session_id: str) -> Path:

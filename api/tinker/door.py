@@ -12,9 +12,10 @@ from typing import Any
 from api.deps import AppState
 from api.http.once import Once, answer
 from api.sessions.service import Sent, Sessions, checked_operation
-from api.tinker import bases, bodies, plain
+from api.tinker import bases
 from api.tinker.bases import NamedBase
-from api.tinker.messages import PassRequest
+from api.tinker.forms import bodies, plain
+from api.tinker.forms.messages import PassRequest, read_targets
 from core.db.tables import SessionSave
 from core.errors import NotFound, SpecError
 from core.jobs.base.states import FINAL, Status
@@ -26,13 +27,13 @@ from core.spec.session import tensors
 ADAPTER = "default"
 IDLE_SECONDS = 15.0
 """A client may hold several models, each of them a session: the slot of one that rests is free soon."""
-KINDS = {"weights": "w", "sampler_weights": "s"}
+KINDS = {"weights": "w", "sampler_weights": "s", "external_weights": "x"}
 """Kinds of saved weights by the beginning of their folders; `u`: without a name of the caller's."""
 ALL = f"tinker {'_' * 32} %"
 RUNS = f"tinker {'_' * 32} m%"
 """Names of sessions, in SQL: those of models have an `m` before their number, those of samplers an `s`."""
 _RUN = re.compile(r"([0-9a-f]{32}):train:([0-9]{1,10})")
-_PATH = re.compile(rf"tinker://([^/]+)/(weights|sampler_weights)/({bodies.SAVED_NAME})")
+_PATH = re.compile(rf"tinker://([^/]+)/({'|'.join(KINDS)})/({bodies.SAVED_NAME})")
 SESSION = re.compile(r"[0-9a-f]{32}")
 CLONE = 10**9
 """Numbers of requests that each client of a sampling session has."""
@@ -150,7 +151,7 @@ class Door:
         }
         return self._send(self.run(wish.model_id).row.id, wish.seq_id, operation)
 
-    def save(self, wish: bodies.SaveWish | bodies.SamplerSave, kind: str) -> str:
+    def save(self, wish: bodies.SaveWish | bodies.SamplerSave, kind: str, recipients: list[str] | None = None) -> str:
         """Save under the caller's name. Raises Conflict where that is taken."""
         assert wish.path is not None
         host, folder = self.run(wish.model_id).row.id, f"{KINDS[kind]}-{wish.seq_id}"
@@ -169,6 +170,7 @@ class Door:
                 label=wish.path,
                 about=_in_words(wish.user_metadata),
                 ttl_seconds=wish.ttl_seconds,
+                recipients=recipients,
             )
         return ticket
 
@@ -179,12 +181,22 @@ class Door:
     # --- saved weights
 
     def saved(self, path: str) -> tuple[FoundSession, SessionSave]:
-        """Session and row of saved weights. Raises NotFound."""
+        """Session and row of saved weights, those that other projects have published too. Raises NotFound."""
         found = _PATH.fullmatch(path)
         if found is None:
-            words = "a path is tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME"
+            words = f"a path is tinker://MODEL_ID/KIND/NAME, with one of {', '.join(KINDS)} as KIND"
             raise SpecError(words, field="path", code="invalid_value")
-        return self.saved_as(found[1], found[2], found[3])
+        try:
+            return self.saved_as(found[1], found[2], found[3])
+        except NotFound:
+            run = _RUN.fullmatch(found[1])
+            if run is None:
+                raise
+            with self.app.database.read() as session:
+                given = saves.published(session, named(run[1], f"m{int(run[2])}"), found[2], found[3])
+            if given is None:
+                raise
+            return given
 
     def saved_as(self, model_id: str, kind: str, label: str) -> tuple[FoundSession, SessionSave]:
         source = self.run(model_id)
@@ -205,7 +217,7 @@ class Door:
         if wish.model_path is not None:
             source, row = self.saved(wish.model_path)
             host = source.row.id
-            if Status(source.job.status) in FINAL:
+            if source.row.project_id != self.actor.project_id or Status(source.job.status) in FINAL:
                 host = self._host(wish, bases.of_session(source.row.spec))
             return SamplerId(host, source.row.id, row.folder, mark)
         if wish.base_model is None:
@@ -229,7 +241,11 @@ class Door:
             operation["folder"] = str(self.folder(sampler.source, sampler.name))
         clone, seq = divmod(wish.seq_id, CLONE)
         arrays: dict[str, list[float]] = {"tokens": rows, "lengths": [len(rows)]}
-        return self._send(sampler.host, seq, operation, arrays, lane=sampler.lane(clone))
+        columns = None
+        if wish.target_prompt_logprobs is not None:
+            arrays["targets"], wide = read_targets(wish.target_prompt_logprobs, len(rows))
+            columns = {"targets": wide}
+        return self._send(sampler.host, seq, operation, arrays, lane=sampler.lane(clone), columns=columns)
 
     # --- sessions
 
@@ -256,6 +272,7 @@ class Door:
             "name": name,
             "model": base.model,
             "precision": self.app.settings.tinker_precision,
+            "exact": self.app.settings.tinker_exact,
             "idle_seconds": IDLE_SECONDS,
             "metadata": metadata,
         }
@@ -360,9 +377,8 @@ def _prompt(wish: bodies.SampleWish) -> list[float]:
 
 
 def _generate(wish: bodies.SampleWish, length: int) -> dict[str, Any]:
-    for name in ("topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs"):
-        if getattr(wish, name):
-            raise SpecError(f"`{name}` is not computed here", field=name, code="invalid_value")
+    if wish.prompt_alt_tokens_k:
+        raise SpecError("`prompt_alt_tokens_k` is not computed here", field="prompt_alt_tokens_k", code="invalid_value")
     if wish.record_stability_info:
         words = "`record_stability_info` is not kept here: the loss stable_reinforce is missing"
         raise SpecError(words, field="record_stability_info", code="invalid_value")
@@ -389,5 +405,6 @@ def _generate(wish: bodies.SampleWish, length: int) -> dict[str, Any]:
         "seed": params.seed if params.seed is not None else int.from_bytes(by_request[:7], "big"),
         "prompt_logprobs": bool(wish.prompt_logprobs),
         "prompt_top": wish.topk_prompt_logprobs,
+        "sample_top": wish.topk_sample_logprobs,
         "prompt_last": last,
     }

@@ -13,8 +13,8 @@ from api.deps import App
 from api.http.body import read_body
 from api.http.waiting import until
 from api.sessions.results import FIRST_LOOK, LONGEST_LOOK
-from api.tinker import bodies
 from api.tinker.door import CLONE, Door, SamplerId
+from api.tinker.forms import bodies
 from core.jobs.lifecycle.sessions import lanes, log, records
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)

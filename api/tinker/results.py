@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,24 @@ from fastapi.responses import JSONResponse, Response
 
 from api.context import request_id
 from api.http.errors import ErrorResponse
-from api.tinker import door, messages, plain
+from api.tinker import door, downloads
 from api.tinker.door import ADAPTER, Door, SamplerId
-from api.tinker.messages import Scored
+from api.tinker.forms import messages, plain
+from api.tinker.forms.messages import Answered, Scored, Targets
 from core.db.tables import SessionOperation, SessionSave
 from core.errors import NotFound
 from core.jobs.base.states import FINAL, Status
-from core.jobs.lifecycle.sessions import log, records, saves
+from core.jobs.lifecycle.sessions import log, saves
 from core.jobs.lifecycle.sessions.records import FoundSession
 from core.spec.session import tensors
 
 PROTOBUF = "application/x-protobuf"
+SAVES = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+"""Types of answers by kinds of saved weights."""
 
 
 def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, packed: bool) -> Response:
@@ -48,7 +57,11 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, 
             return Response(messages.pass_output(lengths, logprobs, metrics, wide), media_type=PROTOBUF)
         case "generate":
             arrays = tensors.unpack(body)
-            answers, of_prompt = _sampled(result, arrays), _scored(asked, arrays)
+            answers, of_prompt = _sampled(result, arrays, asked.get("sample_top", 0)), _scored(asked, arrays)
+            if (scores := arrays.get("prompt_target_logprobs")) is not None:
+                sent = log.tensors_path(of.app.layout.session(row.session_id), row.position).read_bytes()
+                wide = tensors.split(sent)[0]["targets"]["shape"][1]
+                of_prompt = replace(of_prompt, targets=Targets.of(tensors.unpack(sent)["targets"], scores, wide))
             if not packed:
                 return plain.sample_answer(answers, of_prompt)
             return Response(messages.sample_output(answers, of_prompt), media_type=PROTOBUF)
@@ -59,10 +72,11 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, 
             return JSONResponse({"model_id": door.model_id(found), "type": "create_model"})
         case "load":
             folder = Path(asked["folder"])
-            with of.app.database.read() as session:
-                source = records.find(session, of.actor, folder.parents[2].name)
+            path = None
+            with suppress(NotFound), of.app.database.read() as session:  # it may have gone since
+                source = saves.readable(session, of.actor, folder.parents[2].name, folder.name)
                 saved = saves.in_folder(session, source.row.id, folder.name)
-            path = None if saved is None else door.tinker_path(source, saved)  # it may have gone since
+                path = None if saved is None else door.tinker_path(source, saved)
             return JSONResponse({"path": path, "model_id": door.model_id(found), "type": "load_weights"})
         case "save":
             return JSONResponse(_saved(of, found, row, str(asked["name"])))
@@ -89,15 +103,18 @@ def _saved(of: Door, found: FoundSession, operation: SessionOperation, folder: s
         row = session.get(SessionSave, (operation.session_id, operation.position))
     if row is None:
         raise NotFound("what was saved has gone since", field="request_id")
-    kind = "save_weights" if row.kind == "weights" else "save_weights_for_sampler"
-    return {"path": door.tinker_path(found, row), "type": kind}
+    told: dict[str, Any] = {"path": door.tinker_path(found, row), "type": SAVES[row.kind]}
+    if row.kind == "external_weights":
+        told["size_bytes"] = downloads.size(of, row)
+    return told
 
 
-def _sampled(result: dict[str, Any], arrays: dict[str, list[float]]) -> list[tuple[bool, list[float], list[float]]]:
+def _sampled(result: dict[str, Any], arrays: dict[str, list[float]], most: int) -> list[Answered]:
     answers, at = [], 0
     for finished, count in zip(result["finished"], arrays["lengths"], strict=True):
         end = at + int(count)
-        answers.append((bool(finished), arrays["tokens"][at:end], arrays["logprobs"][at:end]))
+        best = [arrays[name][at * most : end * most] if most else [] for name in ("top_tokens", "top_logprobs")]
+        answers.append(Answered(bool(finished), arrays["tokens"][at:end], arrays["logprobs"][at:end], most, *best))
         at = end
     return answers
 

@@ -16,9 +16,10 @@ from api.auth.policy import Reading, Writing
 from api.deps import App, AppState
 from api.http.body import read_body
 from api.sessions.results import result
-from api.tinker import bases, bodies, door, plain, results, runs
+from api.tinker import bases, door, results, runs
 from api.tinker.door import Door
-from api.tinker.messages import read_pass
+from api.tinker.forms import bodies, plain
+from api.tinker.forms.messages import read_pass
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)
 

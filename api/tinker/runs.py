@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from api.tinker import bases, bodies, door
+from api.tinker import bases, door
 from api.tinker.door import ADAPTER, Door
+from api.tinker.forms import bodies
 from core.db.tables import SessionSave
 from core.errors import NotFound, SpecError
 from core.jobs.lifecycle.sessions import copies, records, saves
@@ -18,7 +19,7 @@ from core.jobs.lifecycle.sessions.records import FoundSession
 from core.jobs.lifecycle.sessions.saves import Saved
 from core.jobs.policies.volume import VolumeLimits
 
-TYPES = {"weights": "training", "sampler_weights": "sampler"}
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 MOST = 1000
 
 
@@ -98,6 +99,13 @@ def expire(of: Door, model_id: str, kind: str, label: str, ttl_seconds: float | 
         saves.expire(session, of.actor, row, ttl_seconds)
 
 
+def publish(of: Door, model_id: str, kind: str, label: str, wanted: bool) -> None:
+    """Let all projects of the box read saved weights, or no others any more. Raises NotFound."""
+    _, row = of.saved_as(model_id, kind, label)
+    with of.app.database.write() as session:
+        saves.publish(session, of.actor, row, wanted)
+
+
 def sessions(of: Door, offset: int, limit: int) -> dict[str, Any]:
     with of.app.database.read() as session:
         found, _ = records.matching(session, of.actor, door.ALL, offset=offset, limit=limit)
@@ -156,8 +164,8 @@ def _checkpoint(of: Door, found: FoundSession, saved: Saved) -> dict[str, Any]:
         "checkpoint_type": TYPES[row.kind],
         "time": _time(saved.done_at),
         "tinker_path": door.tinker_path(found, row),
-        "size_bytes": sum(path.stat().st_size for path in folder.glob("*")),
-        "public": False,
+        "size_bytes": sum(path.stat().st_size for path in folder.glob("*") if path.is_file()),
+        "public": row.published_at is not None,
         "user_metadata": row.about or None,
         "expires_at": None if row.expires_at is None else _time(row.expires_at),
     }

@@ -12,15 +12,16 @@ from api.auth.permit import lacks
 from api.auth.policy import Policy, Reading, Role, Scope, Writing
 from api.deps import App, address_of, identify
 from api.http.body import read_body
-from api.tinker import bodies, runs
+from api.tinker import runs
 from api.tinker.door import Door
+from api.tinker.forms import bodies
 from core.errors import Forbidden, SpecError
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"], include_in_schema=False)
 
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 Count = Annotated[int, Query(ge=1, le=1000)]
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 _READS = Policy(Scope.READ, Role.VIEWER)
 
 
@@ -99,16 +100,15 @@ async def set_ttl(request: Request, run_id: str, kind: Kind, label: str, princip
 
 @router.post("/training_runs/{run_id}/checkpoints/{kind}/{label}/publish")
 def publish(run_id: str, kind: Kind, label: str, principal: Writing, app: App) -> Response:
-    """Refused: what a project saves is its own."""
-    Door(app, principal).saved_as(run_id, kind, label)
-    words = "nothing is published here: what a project saves is there for its members, and for nobody else"
-    raise SpecError(words, field="path", code="invalid_value")
+    """Let all projects of this box read it, and nobody change it."""
+    runs.publish(Door(app, principal), run_id, kind, label, True)
+    return Response(status_code=204)
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{label}/publish")
 def unpublish(run_id: str, kind: Kind, label: str, principal: Writing, app: App) -> Response:
-    """Nothing to do: nothing is published."""
-    Door(app, principal).saved_as(run_id, kind, label)
+    """Let no other project read it any more. Models that were made of it stay as they are."""
+    runs.publish(Door(app, principal), run_id, kind, label, False)
     return Response(status_code=204)
 
 

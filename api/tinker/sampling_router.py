@@ -9,8 +9,9 @@ from fastapi.responses import JSONResponse, Response
 from api.auth.policy import Reading, Writing
 from api.deps import App
 from api.http.body import read_body
-from api.tinker import bodies, door
+from api.tinker import door
 from api.tinker.door import Door, SamplerId
+from api.tinker.forms import bodies
 from core.errors import SpecError
 from core.jobs.lifecycle.sessions import records, saves
 
@@ -48,7 +49,9 @@ def show_sampler(sampler_id: str, principal: Reading, app: App) -> Response:
     """What a sampling session samples from."""
     sampler = SamplerId.read(sampler_id)
     with app.database.read() as session:
-        found = records.find(session, principal, sampler.source or sampler.host)
+        found = records.find(session, principal, sampler.host)
+        if sampler.source is not None:
+            found = saves.readable(session, principal, sampler.source, sampler.name)
         row = None if sampler.name is None else saves.in_folder(session, found.row.id, sampler.name)
     told = {"sampler_id": sampler_id, "base_model": door.base_model(found)}
     if row is not None:

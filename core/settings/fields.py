@@ -190,6 +190,9 @@ class SettingFields(BaseSettings):
     tinker_precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of the sessions that Tinker's SDK opens, which cannot say it: `auto` is bf16 where the device has
     instructions for it. With `fp32`, log-probabilities of sampling and of training agree to about 1e-6."""
+    tinker_exact: bool = False
+    """Whether sessions of Tinker's SDK are `exact` (docs/sessions.md): log-probabilities of samples equal those of
+    forward passes to the bit, at the cost of a pass for each sample."""
     otlp_endpoint: str = ""
     """Base address of an OpenTelemetry collector, e.g. `http://127.0.0.1:4318`: the trace of every job that ends is
     sent to `/v1/traces` below it (docs/notices.md). Default: none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import secrets
+import tarfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 from sqlalchemy import select, update
 
 from api.auth.policy import Role, Scope
-from api.tinker import bases, messages, wire
+from api.tinker import bases, door, downloads
+from api.tinker.forms import bodies, messages, wire
 from core.db.engine import db_now
 from core.db.tables import Job, SessionOperation, SessionRow
 from core.errors import SpecError
@@ -20,6 +23,7 @@ from core.jobs.lifecycle.sessions import idle, saves
 from tests.support.world import MODEL, Caller, World
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
+WEIGHTS = random.Random(1).randbytes(100_000)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +60,16 @@ def forward_backward(run: str, seq: int) -> bytes:
     return wire.message((1, run), (2, seq), (3, datum), (4, "cross_entropy"))
 
 
-def save(here: World, caller: Caller, run: str, seq: int, name: str, **more: Any) -> str:
+def save(here: World, caller: Caller, run: str, seq: int, name: str, kind: str = "weights", **more: Any) -> str:
     """The ticket of a save, whose folder is there."""
-    reply = send(here, caller, "save_weights", {"model_id": run, "seq_id": seq, "path": name} | more)
+    route = "save_weights_external" if kind == "external_weights" else "save_weights"
+    reply = send(here, caller, route, {"model_id": run, "seq_id": seq, "path": name} | more)
     assert reply.status_code == 200, reply.text
     host, _, position = reply.json()["request_id"].partition(".")
-    folder = here.layout.session(host) / "saved" / f"w-{seq}"
+    folder = here.layout.session(host) / "saved" / f"{door.KINDS[kind]}-{seq}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_config.json").write_text('{"r": 8, "base_model_name_or_path": "/a/folder/of/the/box"}')
+    (folder / "adapter_model.safetensors").write_bytes(WEIGHTS)
     done(here, host, int(position))
     return str(reply.json()["request_id"])
 
@@ -199,6 +205,7 @@ def test_noise_is_refused_and_never_a_fault_of_ours(here: World, boss: Caller, r
         "retrieve_futures": {"target": {"sampling_session_id": "x:y"}, "prev_cursor": 0, "timeout": 0},
         "join_sampling_session": {"sampling_session_id": "x:y"},
         "cancel_future": {"request_id": f"{run}.1"},
+        "save_weights_external": {"model_id": run, "seq_id": 8, "path": "y", "age_encryption_recipients": []},
         "copy_weights": {"source_path": f"tinker://{run}/weights/x", "destination_project_id": None, "ttl_seconds": 5},
     }
     for route, body in routes.items():
@@ -367,3 +374,116 @@ def test_a_newer_sdk_is_told_of_one_request_for_all_samples(here: World, boss: C
         assert told.get("sample_use_retrieve_futures", False) is new
         cancels = send(here, boss, "client/dynamic_config", {"sdk_version": version}).json()
         assert cancels.get("sample_cancel_enabled", False) is new
+
+
+def test_published_weights_are_read_by_other_projects_and_changed_by_none(
+    here: World, boss: Caller, rival: Caller
+) -> None:
+    run = model(here, boss)
+    ticket = save(here, boss, run, 1, "first")
+    host, path = ticket.partition(".")[0], f"tinker://{run}/weights/first"
+    url = f"/api/v1/training_runs/{run}/checkpoints/weights/first"
+    reads: dict[str, dict[str, Any]] = {
+        "weights_info": {"tinker_path": path},
+        "load_weights": {"session_id": secrets.token_hex(16), "model_seq_id": 0, "path": path},
+        "create_sampling_session": {"session_id": secrets.token_hex(16), "model_path": path},
+        "copy_weights": {"source_path": path},
+    }
+
+    def statuses() -> list[int]:
+        found = [send(here, rival, route, body).status_code for route, body in reads.items()]
+        return [*found, here.ask("GET", f"{url}/archive", rival.key).status_code]
+
+    assert statuses() == [404] * 5
+    assert here.ask("POST", f"{url}/publish", rival.key).status_code == 404
+    for _ in range(2):
+        assert here.ask("POST", f"{url}/publish", boss.key).status_code == 204
+    listed = here.ask("GET", f"/api/v1/training_runs/{run}/checkpoints", boss.key).json()["checkpoints"]
+    assert listed[0]["public"] is True
+    assert statuses() == [200] * 4 + [302]
+    sampler = send(here, rival, "create_sampling_session", reads["create_sampling_session"]).json()
+    shown = here.ask("GET", f"/api/v1/samplers/{sampler['sampling_session_id']}", rival.key).json()
+    assert shown["model_path"] == path and not shown["sampler_id"].startswith(host), "it computes in their own session"
+    asked = {"sampling_session_id": sampler["sampling_session_id"], "prompt": {"chunks": [{"tokens": [1]}]}}
+    asked |= {"sampling_params": {"max_tokens": 1}}
+    assert send(here, rival, "asample", asked).status_code == 200
+    for method, more in (("DELETE", ""), ("PUT", "/ttl"), ("DELETE", "/publish")):
+        assert here.ask(method, f"{url}{more}", rival.key, json={"ttl_seconds": 60}).status_code == 404
+    assert here.ask("GET", f"/api/v1/training_runs/{run}", rival.key).status_code == 404
+    other = send(here, rival, "load_weights", reads["load_weights"]).json()["request_id"]
+    done(here, other.partition(".")[0], 1)
+    assert send(here, rival, "retrieve_future", {"request_id": other}).json()["path"] == path
+    assert here.ask("DELETE", f"{url}/publish", boss.key).status_code == 204
+    after = {route: send(here, rival, route, body).status_code for route, body in reads.items()}
+    assert after["weights_info"] == after["copy_weights"] == after["create_sampling_session"] == 404
+    assert send(here, rival, "asample", asked | {"seq_id": 1}).status_code == 404
+    assert send(here, rival, "retrieve_future", {"request_id": other}).json()["path"] is None
+    assert here.ask("DELETE", url, boss.key).status_code == 204
+    with here.database.write() as session:
+        session.execute(update(SessionRow).where(SessionRow.id == host).values(snapshot=100))
+    saves.sweep(here.database, here.layout)
+    folder = here.layout.saved(host, "w-1")
+    assert folder.is_dir(), "their session may have to load it again"
+    with here.database.write() as session:
+        session.execute(update(SessionRow).values(snapshot=100))
+    saves.sweep(here.database, here.layout)
+    assert not folder.exists()
+
+
+def test_weights_leave_by_links_that_end(here: World, boss: Caller, rival: Caller, monkeypatch: Any) -> None:
+    run = model(here, boss)
+    save(here, boss, run, 1, "plain", "external_weights")
+    url = f"/api/v1/training_runs/{run}/checkpoints/external_weights/plain"
+    given = here.ask("GET", f"{url}/external_weights_urls", boss.key).json()
+    assert sorted(given["urls"]) == [downloads.CONFIG, downloads.WEIGHTS] and given["expires"]
+    assert here.ask("GET", f"{url}/external_weights_urls", rival.key).status_code == 404
+    fetched = {name: here.ask("GET", link).content for name, link in given["urls"].items()}
+    assert fetched[downloads.WEIGHTS] == WEIGHTS
+    assert json.loads(fetched[downloads.CONFIG]) == {"r": 8, "base_model_name_or_path": MODEL}
+    redirected = here.ask("GET", f"{url}/archive", boss.key)
+    assert redirected.status_code == 302 and redirected.headers["expires"].endswith("GMT")
+    with tarfile.open(fileobj=BytesIO(here.ask("GET", redirected.headers["location"]).content)) as tar:
+        assert tar.getnames() == [downloads.CONFIG, downloads.WEIGHTS]
+        assert all(one.isreg() and not one.uname for one in tar.getmembers())
+        found = tar.extractfile(downloads.WEIGHTS)
+        assert found is not None and found.read() == WEIGHTS
+    link = given["urls"][downloads.WEIGHTS]
+    token = link.split("/")[-2]
+    for wrong in (link.replace(token, token[:-1] + ("A" if token[-1] != "A" else "B")), link.replace(token, "x")):
+        assert here.ask("GET", wrong).status_code == 404
+    assert here.ask("GET", link.replace(downloads.WEIGHTS, "state.safetensors")).status_code == 404
+    monkeypatch.setattr(downloads, "LINK_SECONDS", -1)
+    late = here.ask("GET", f"{url}/external_weights_urls", boss.key).json()["urls"][downloads.WEIGHTS]
+    assert here.ask("GET", late).status_code == 404
+
+
+def test_weights_leave_encrypted_for_those_who_are_named(here: World, boss: Caller) -> None:
+    import pyrage
+
+    run, reader = model(here, boss), pyrage.x25519.Identity.generate()
+    save(here, boss, run, 1, "x", "external_weights", age_encryption_recipients=[str(reader.to_public())])
+    url = f"/api/v1/training_runs/{run}/checkpoints/external_weights/x"
+    urls = here.ask("GET", f"{url}/external_weights_urls", boss.key).json()["urls"]
+    assert sorted(urls) == [f"{downloads.CONFIG}.age", f"{downloads.WEIGHTS}.age"]
+    sent = here.ask("GET", urls[f"{downloads.WEIGHTS}.age"]).content
+    assert sent != WEIGHTS and pyrage.decrypt(sent, [reader]) == WEIGHTS
+    assert here.ask("GET", f"{url}/archive", boss.key).status_code == 400
+    wish = {"model_id": run, "seq_id": 2, "path": "z", "age_encryption_recipients": ["age1nobody"]}
+    refused = send(here, boss, "save_weights_external", wish)
+    assert refused.status_code == 400 and refused.json()["field"] == "age_encryption_recipients.0"
+
+
+def test_named_targets_come_back_in_their_form() -> None:
+    dense = bodies.PlainTensor(data=[4, -1, 5, 6], dtype="int64", shape=[2, 2])
+    named, wide = messages.read_targets(dense, 3)
+    assert (named, wide) == ([4, -1, 5, 6, -2, -2], 2)
+    told = messages.Targets.of(named, [-0.5, 0, -1, -2, 0, 0], wide)
+    assert told == messages.Targets(2, 2, [-0.5, 0, -1, -2], None)
+    sparse = {"sparse_crow_indices": [0, 1, 3], "sparse_col_indices": [3, 0, 2]}
+    named, wide = messages.read_targets(bodies.PlainTensor(data=[7, 8, 9], dtype="int64", shape=[2, 4], **sparse), 3)
+    assert named == [-2, -2, -2, 7, 8, -2, 9, -2, *[-2] * 4]
+    told = messages.Targets.of(named, [0, 0, 0, -1, -2, 0, -3, 0, *[0] * 4], wide)
+    assert told == messages.Targets(2, 4, [-1, -2, -3], [[3], [0, 2]])
+    for shape in ([3, 4], [2], None):
+        with pytest.raises(SpecError):
+            messages.read_targets(bodies.PlainTensor(data=[7] * 8, dtype="int64", shape=shape), 3)

@@ -43,6 +43,7 @@ class SessionClient:
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
         self.position = 0
+        self.exact = False
 
     def hello(self) -> dict[str, Any]:
         frame = receive(self.stream)
@@ -65,7 +66,12 @@ class SessionClient:
 
     def send(self, op: str, arrays: Arrays | None = None, **fields: Any) -> None:
         self.position += 1
-        header = {"id": self.position, "position": self.position, "identity": f"op-{self.position}"}
+        header = {
+            "id": self.position,
+            "position": self.position,
+            "identity": f"op-{self.position}",
+            "exact": self.exact,
+        }
         send(self.stream, Frame(header | {"op": {"op": op, **fields}}, save(arrays) if arrays else b""))
 
     def snapshot(self) -> None:

@@ -183,6 +183,55 @@ def test_pairs_of_dpo_are_those_of_the_formula(child: InThread) -> None:
     assert header["error"]["field"] == "lengths"
 
 
+def test_exact_answers_have_the_logprobs_of_training_to_the_bit(child: InThread) -> None:
+    """Whatever else is computed beside them: prompts of other lengths, other examples of a batch, a saved adapter."""
+    prompts, drawn = [[5, 6, 7], [40, 41], list(range(60, 77))], {"max_tokens": 9, "num_samples": 2, "seed": 3}
+    folder = child.ask("save", model="a", name="exact")[0]["folder"]
+    child.exact = True
+    try:
+        _, found = child.ask("generate", examples(*prompts), model="a", stop_token_ids=[], **drawn)
+        _, saved = child.ask("generate", examples(*prompts), folder=folder, stop_token_ids=[], **drawn)
+        answers = [one.tolist() for one in np.split(found["tokens"], 6)]
+        wholes = [[*prompts[at // 2], *answer] for at, answer in enumerate(answers)]
+        targets = [token for whole in wholes for token in whole[1:]]
+        given = examples(*[whole[:-1] for whole in wholes]) | {"targets": np.array(targets, dtype=np.int32)}
+        _, trained = child.ask("forward_backward", given, model="a")
+        child.ask("zero_grad", model="a")
+    finally:
+        child.exact = False
+    ends = np.cumsum([len(whole) - 1 for whole in wholes])
+    of_answers = np.concatenate([trained["logprobs"][end - 9 : end] for end in ends])
+    assert np.array_equal(of_answers, found["logprobs"]) and np.array_equal(saved["logprobs"], found["logprobs"])
+
+
+def test_the_likeliest_tokens_of_answers(child: InThread) -> None:
+    asked = {"model": "a", "max_tokens": 6, "seed": 5, "stop_token_ids": []}
+    _, plain = child.ask("generate", examples([5, 6, 7], [40, 41]), temperature=0.7, **asked)
+    _, found = child.ask("generate", examples([5, 6, 7], [40, 41]), temperature=0.7, sample_top=4, **asked)
+    assert all(np.array_equal(found[name], plain[name]) for name in plain)
+    places = zip(found["tokens"], found["logprobs"], found["top_tokens"], found["top_logprobs"], strict=True)
+    for token, logprob, tokens, logprobs in places:
+        assert list(logprobs) == sorted(logprobs, reverse=True) and np.exp(logprobs).sum() <= 1 + 1e-6
+        assert logprob <= logprobs[0] and (token not in tokens or logprob == logprobs[list(tokens).index(token)])
+    _, best = child.ask("generate", examples([5, 6, 7], [40, 41]), temperature=0.0, sample_top=1, **asked)
+    assert np.array_equal(best["top_tokens"][:, 0], best["tokens"])
+    header, _ = child.answer("generate", examples([5]), model="a", max_tokens=1, sample_top=101)
+    assert header["error"]["field"] == "sample_top"
+
+
+def test_named_targets_of_prompts_are_those_of_a_forward_pass(child: InThread) -> None:
+    arrays = examples(*ROWS)
+    targets = np.random.default_rng(2).integers(-100, 200, (len(arrays["tokens"]), 3)).astype(np.int32)
+    _, found = child.ask("generate", arrays | {"targets": targets}, model="a", max_tokens=1)
+    weights = np.ones(targets.shape, dtype=np.float32)
+    _, seen = child.ask("forward", arrays | {"targets": targets.clip(0), "weights": weights}, model="a")
+    assert found["prompt_target_logprobs"].shape == targets.shape and bool((targets < 0).any())
+    expected = np.where(targets < 0, 0.0, seen["logprobs"].reshape(targets.shape))
+    assert np.allclose(found["prompt_target_logprobs"], expected, atol=1e-6)
+    header, _ = child.answer("generate", arrays | {"targets": targets[:, 0].copy()}, model="a", max_tokens=1)
+    assert header["error"]["field"] == "targets"
+
+
 def test_answers_have_the_logprobs_that_a_forward_pass_gives(child: InThread) -> None:
     prompts = [[5, 6, 7], [40, 41]]
     result, found = child.ask(

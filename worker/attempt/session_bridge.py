@@ -51,7 +51,7 @@ class SessionBridge:
         lose: Callable[[], None],
     ) -> None:
         self._database, self._token, self._folder, self._stream = database, token, folder, stream
-        self._idle_seconds, self._lose = math.inf, lose
+        self._idle_seconds, self._exact, self._lose = math.inf, False, lose
         self._position = 0
         self._worked = 0.0
         self._unsaved = 0
@@ -77,10 +77,10 @@ class SessionBridge:
                 return  # the child has ended before it was ready: its exit status says why
             self._position = self._snapshot = int(hello.header["position"])
             self._database.write(lambda session: runtime_estimates.began(session, self._token))
-            idle = self._database.read(lambda session: session_log.idle_seconds(session, self._token.job_id))
-            if idle is None:
+            spec = self._database.read(lambda session: session_log.spec_of(session, self._token.job_id))
+            if spec is None:
                 return
-            self._idle_seconds = idle
+            self._idle_seconds, self._exact = spec.idle_seconds, spec.exact
             self._feed()
         except (FrameError, OSError) as error:
             if not self._ended.is_set():
@@ -119,6 +119,7 @@ class SessionBridge:
         tensors = session_log.tensors_path(self._folder, row.position).read_bytes() if row.tensor_bytes else b""
         began = time.monotonic()
         header = {"id": row.position, "position": row.position, "identity": f"{row.sha256}-{row.position}"}
+        header["exact"] = self._exact
         send(self._stream, Frame(header | {"op": row.operation}, tensors))
         answer = receive(self._stream)
         if answer is None:

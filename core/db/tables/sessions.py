@@ -84,13 +84,17 @@ class SessionSave(Owned, Base):
     folder: Mapped[str] = mapped_column(String(100))
     """Its name below the session's `saved`."""
     kind: Mapped[str] = mapped_column(String(16))
-    """`weights` or `sampler_weights`."""
+    """`weights`, `sampler_weights` or `external_weights`."""
     label: Mapped[str] = mapped_column(String(100))
     """The caller's name. The newest one of a kind counts."""
     about: Mapped[dict[str, Any]]
     """The caller's metadata."""
     expires_at: Mapped[float | None] = mapped_column(Float)
     """From then on it is gone; its files go when no session needs them to compute its log again."""
+    published_at: Mapped[float | None] = mapped_column(Float)
+    """Since when all projects may read it; null: its own alone."""
+    recipients: Mapped[list[Any] | None]
+    """Keys of age for which its files are encrypted before they are given away."""
     __table_args__ = (
         ForeignKeyConstraint(
             ["session_id", "position"], ["session_operations.session_id", "session_operations.position"]

@@ -45,6 +45,9 @@ class SessionSpec(SpecModel):
     """Precision of matrix products."""
     resources: Resources = SingleDevice()
     """Slot that the session needs."""
+    exact: bool = False
+    """Let examples go through the model one by one, and have the log-probabilities of generated tokens be those that
+    `forward` finds for them, to the bit. It costs a pass for each answer, and small examples share no passes."""
     idle_seconds: Annotated[float, Field(ge=1, le=86_400)] = 300
     """Time without an operation after which the session is parked: its state goes to disk and its slot is free. The
     next operation brings it back."""

@@ -111,7 +111,8 @@ class OfModelOrBase(SpecModel):
 
 
 class Generate(OfModelOrBase):
-    """Answer prompts (`tokens`), each `num_samples` times."""
+    """Answer prompts (`tokens`), each `num_samples` times. With `targets` [tokens, choices], also the log-probability
+    of each of them behind its token of the prompts, 0 for one below 0."""
 
     op: Literal["generate"] = "generate"
     max_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)]
@@ -134,6 +135,9 @@ class Generate(OfModelOrBase):
     """Return the likeliest tokens in the place of each token of the prompts, so many, with their log-probabilities."""
     prompt_last: Annotated[int, Field(ge=1)] | None = None
     """Look so at the last tokens of each prompt only, so many; null: at all but the first."""
+    sample_top: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] = 0
+    """Return the likeliest tokens in the place of each token of the answers, so many, with their log-probabilities at
+    the temperature of the draw."""
 
 
 class Logprobs(OfModelOrBase):

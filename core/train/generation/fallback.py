@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
-from core.train.generation.sampling import Completion, Key, SamplingParams, Stops, choose
+from core.train.generation.sampling import Completion, Key, Likeliest, SamplingParams, Stops, choose, likeliest_of
 
 
 class _Chooser(LogitsProcessor):
@@ -21,11 +21,14 @@ class _Chooser(LogitsProcessor):
     def __init__(self, keys: Sequence[Key], params: SamplingParams) -> None:
         self.keys, self.params = keys, params
         self.logprobs: list[list[float]] = []
+        self.likeliest: list[list[Likeliest]] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         positions = [len(self.logprobs)] * len(self.keys)
         tokens, logprobs = choose(scores, self.keys, positions, self.params)
         self.logprobs.append(logprobs.tolist())
+        if self.params.likeliest:
+            self.likeliest.append(likeliest_of(scores, self.params))
         return torch.full_like(scores, -torch.inf).scatter(1, tokens.unsqueeze(1), 0.0)
 
 
@@ -95,7 +98,8 @@ def _batch(
         end = ended[row]
         count = len(tokens) if end is None else end
         logprobs = [step[row] for step in chooser.logprobs[:count]]
-        answers.append(Completion(tokens[:count], logprobs, end is not None))
+        likeliest = [step[row] for step in chooser.likeliest[:count]]
+        answers.append(Completion(tokens[:count], logprobs, end is not None, likeliest))
     return answers
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from core.train.generation.sampling import Completion, Key, SamplingParams, Stops, choose
+from core.train.generation.sampling import Completion, Key, Likeliest, SamplingParams, Stops, choose, likeliest_of
 from core.train.generation.slots import SlotCache, attention_over
 from core.train.logits import head_at
 from core.train.loss.chunk import wide_product
@@ -69,10 +69,13 @@ class _Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
+    likeliest: list[Likeliest] = field(default_factory=list)
 
-    def add(self, token: int, logprob: float, stops: Stops) -> None:
+    def add(self, token: int, logprob: float, likeliest: Likeliest | None, stops: Stops) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if likeliest is not None:
+            self.likeliest.append(likeliest)
         self.finished = stops.ended(self.tokens)
 
 
@@ -124,7 +127,7 @@ class SlotGenerator:
                     owner, held = [owner[slot] for slot in live], [held[slot] for slot in live]
                 between()
                 self._step(prompts, cache, owner)
-        return [[Completion(a.tokens, a.logprobs, a.finished) for a in mine] for mine in answers]
+        return [[Completion(a.tokens, a.logprobs, a.finished, a.likeliest) for a in mine] for mine in answers]
 
     def _fill(
         self,
@@ -168,9 +171,9 @@ class SlotGenerator:
                 held[slot] = -1
         if new:
             self._read(prompts, cache, new, held, first)
-        tokens, logprobs = self._chosen(torch.stack([first[a.prompt] for _, a in taken]), [a for _, a in taken])
-        for (slot, answer), token, logprob in zip(taken, tokens, logprobs, strict=True):
-            answer.add(token, logprob, self.stops)
+        chosen = self._chosen(torch.stack([first[a.prompt] for _, a in taken]), [a for _, a in taken])
+        for (slot, answer), drawn in zip(taken, chosen, strict=True):
+            answer.add(*drawn, self.stops)
             self._release(owner, slot)
         wanted = {answer.prompt for answer in waiting}
         for number in [number for number in first if number not in wanted]:
@@ -210,14 +213,14 @@ class SlotGenerator:
         positions = torch.tensor(lengths).unsqueeze(1).to(self.device)
         logits = self.logits.at(torch.tensor(list(live)).to(self.device), ids, positions)
         self.passes += 1
-        tokens, logprobs = self._chosen(logits, list(live.values()))
-        for (slot, answer), token, logprob in zip(live.items(), tokens, logprobs, strict=True):
-            answer.add(token, logprob, self.stops)
+        for (slot, answer), drawn in zip(live.items(), self._chosen(logits, list(live.values())), strict=True):
+            answer.add(*drawn, self.stops)
             self._release(owner, slot)
 
-    def _chosen(self, logits: Tensor, answers: Sequence[_Answer]) -> tuple[list[int], list[float]]:
+    def _chosen(self, logits: Tensor, answers: Sequence[_Answer]) -> list[tuple[int, float, Likeliest | None]]:
         tokens, logprobs = choose(logits, [a.key for a in answers], [len(a.tokens) for a in answers], self.params)
-        return tokens.tolist(), logprobs.tolist()
+        told = likeliest_of(logits, self.params) if self.params.likeliest else [None] * len(answers)
+        return list(zip(tokens.tolist(), logprobs.tolist(), told, strict=True))
 
     def _release(self, owner: list[_Answer | None], slot: int) -> None:
         answer = owner[slot]

@@ -10,7 +10,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,6 +39,12 @@ class SamplingParams:
     """Tokens less likely than this share of the most likely one's probability are not drawn."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    likeliest: int = 0
+    """Likeliest tokens that are told in the place of each token, with their log-probabilities."""
+
+
+Likeliest = tuple[list[int], list[float]]
+"""Tokens, the likeliest first, and their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,8 @@ class Completion:
     other filter."""
     finished: bool
     """It ended by itself; false: max_new_tokens cut it off."""
+    likeliest: list[Likeliest] = field(default_factory=list)
+    """In the place of each token, at the temperature of its log-probability."""
 
 
 class Stops:
@@ -97,6 +105,13 @@ def choose(
     else:
         tokens = logits.argmax(dim=-1)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def likeliest_of(logits: Tensor, params: SamplingParams) -> list[Likeliest]:
+    """The likeliest tokens of each row of logits [rows, vocabulary], before any filter."""
+    scale = params.temperature if params.temperature > 0 else 1.0
+    best = torch.log_softmax(logits.float() / scale, dim=-1).topk(params.likeliest)
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 def filtered(logprobs: Tensor, params: SamplingParams) -> Tensor:

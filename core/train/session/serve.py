@@ -104,6 +104,7 @@ class _SessionLoop:
                 return
             operation = OPERATION.validate_python(header.get("op"))
             tensors = read_tensors(frame.body) if frame.body else {}
+            self._verbs.exact = bool(header.get("exact"))
             result, found = self._verbs.do(operation, tensors, header.get("identity"))
             answer = Frame({"id": number, "ok": True, "result": result}, tensors_to_bytes(found) if found else b"")
         except ValidationError as error:

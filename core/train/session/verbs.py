@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -29,7 +30,7 @@ from core.train.base.out_of_memory import is_out_of_memory
 from core.train.batch import Batch
 from core.train.checkpoint import store
 from core.train.engine import Engine
-from core.train.generation.sampling import SamplingParams
+from core.train.generation.sampling import Completion, SamplingParams
 from core.train.policy import PolicyModel
 from core.train.session.adapter import STATE, SessionAdapter
 from core.train.session.examples import (
@@ -58,9 +59,16 @@ class SessionVerbs:
         self, base: ResidentBase, folder: Path, *, pass_tokens: int, slots: int, between: Callable[[], None]
     ) -> None:
         self.base, self.saved = base, folder / SAVED
-        self.pass_tokens, self.slots, self.between = pass_tokens, slots, between
+        self._most_tokens, self.slots, self.between = pass_tokens, slots, between
+        self.exact = False
+        """Each example goes through the model alone, and what is generated is told as a forward pass sees it."""
         self.adapters: dict[str, SessionAdapter] = {}
         self.shelf = Shelf(base)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that go through the model at once; a longer example goes alone."""
+        return 1 if self.exact else self._most_tokens
 
     def do(self, asked: Verbs, tensors: dict[str, Tensor], identity: str | None = None) -> Answer:
         """Compute one operation. BadOperation: nothing has changed. `identity` tells operations apart: one that is
@@ -163,15 +171,17 @@ class SessionVerbs:
         return found
 
     def _generate(self, asked: Generate, tensors: dict[str, Tensor]) -> Answer:
-        if odd := sorted(tensors.keys() - {"tokens", "lengths"}):
-            raise BadOperation(f"there is no array `{odd[0]}`; a prompt is `tokens` and `lengths`", field=odd[0])
+        if odd := sorted(tensors.keys() - {"tokens", "lengths", "targets"}):
+            words = f"there is no array `{odd[0]}`; a prompt is `tokens` and `lengths`, and may have `targets`"
+            raise BadOperation(words, field=odd[0])
         longest = None if self.base.longest is None else self.base.longest - asked.max_tokens
         if longest is not None and longest < 1:
             words = f"the model has {self.base.longest} positions, prompt and answer together"
             raise BadOperation(words, field="max_tokens", code="beyond_positions")
-        if asked.prompt_top > self.base.vocabulary:
-            words = f"the model has {self.base.vocabulary} tokens, and {asked.prompt_top} of them are asked for"
-            raise BadOperation(words, field="prompt_top")
+        for field, most in {"prompt_top": asked.prompt_top, "sample_top": asked.sample_top}.items():
+            if most > self.base.vocabulary:
+                words = f"the model has {self.base.vocabulary} tokens, and {most} of them are asked for"
+                raise BadOperation(words, field=field)
         prompts = [row.tolist() for row in read_rows(tensors, self.base.vocabulary, longest)]
         end = self.base.tokenizer.eos_token_id
         stops = ([] if end is None else [int(end)]) if asked.stop_token_ids is None else asked.stop_token_ids
@@ -183,6 +193,7 @@ class SessionVerbs:
             asked.min_p,
             tuple(stops),
             tuple(asked.stop),
+            likeliest=asked.sample_top,
         )
         keys = [[(asked.seed, at, sample) for sample in range(asked.num_samples)] for at in range(len(prompts))]
         with self._reading(asked) as engine:
@@ -191,13 +202,56 @@ class SessionVerbs:
             )
             looked = asked.prompt_logprobs or asked.prompt_top
             of_prompts = self._of_prompts(engine, asked, tensors) if looked else {}
+            if "targets" in tensors:
+                of_prompts["prompt_target_logprobs"] = self._of_targets(engine, tensors)
+            if self.exact and asked.temperature in (0.0, 1.0):
+                answers = self._as_forward(engine, prompts, answers)
         flat = [one for mine in answers for one in mine]
         result = {"num_samples": asked.num_samples, "finished": [one.finished for one in flat]}
+        if most := asked.sample_top:
+            told = [place for one in flat for place in one.likeliest]
+            ids = torch.tensor([which for which, _ in told], dtype=torch.int32).view(-1, most)
+            values = torch.tensor([best for _, best in told], dtype=torch.float32).view(-1, most)
+            of_prompts |= {"top_tokens": ids, "top_logprobs": values}
         return result, of_prompts | {
             "tokens": torch.tensor([token for one in flat for token in one.tokens], dtype=torch.int32),
             "lengths": torch.tensor([len(one.tokens) for one in flat], dtype=torch.int32),
             "logprobs": torch.tensor([value for one in flat for value in one.logprobs], dtype=torch.float32),
         }
+
+    def _as_forward(
+        self, engine: Engine, prompts: list[list[int]], answers: list[list[Completion]]
+    ) -> list[list[Completion]]:
+        """The same answers with the log-probabilities that `forward` finds, each example by itself, for the tokens of
+        prompt and answer."""
+        found = []
+        for prompt, mine in zip(prompts, answers, strict=True):
+            wholes = [torch.tensor([*prompt, *one.tokens]) for one in mine]
+            examples = [SessionExample(whole[:-1], whole[1:], {}) for whole in wholes]
+            seen = self._logprobs(engine, examples)
+            found.append(
+                [
+                    replace(one, logprobs=values[len(prompt) - 1 :].tolist())
+                    for one, values in zip(mine, seen, strict=True)
+                ]
+            )
+        return found
+
+    def _of_targets(self, engine: Engine, tensors: dict[str, Tensor]) -> Tensor:
+        """Log-probabilities of targets that the caller names for the places of prompts, 0 for targets below 0: float32
+        [tokens, choices]."""
+        targets = tensors["targets"]
+        given = {name: tensors[name] for name in ("tokens", "lengths")} | {"targets": targets.clamp(min=0)}
+        examples = self._examples(given | {"weights": torch.ones(targets.shape)})  # several targets come with weights
+        if CHOICES not in examples[0].values:
+            raise BadOperation("`targets` of prompts are of shape [tokens, choices]", field="targets")
+        found = list[Tensor]()
+        for places in passes(examples, self.pass_tokens):
+            self.between()
+            batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
+            seen = engine.evaluate(batch, logprobs_of)
+            found += torch.split(seen, batch.label_counts())
+        return spread(examples, found).view(targets.shape).masked_fill(targets < 0, 0.0)
 
     def _of_prompts(self, engine: Engine, asked: Generate, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Log-probabilities of the prompts' tokens, and the likeliest tokens in their places: a token's are at the

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -212,13 +213,14 @@ def shared(service: tinker.ServiceClient, training: tinker.TrainingClient, saved
     listed, refused = service.create_rest_client(), {}
     listed.assign_session_project(saved.split("/")[2].split(":")[0], "default").result()
     for name, call in {
-        "publish": lambda: listed.publish_checkpoint_from_tinker_path(saved),
         "move": lambda: listed.assign_session_project(saved.split("/")[2].split(":")[0], "project-of-others"),
     }.items():
         try:
             call().result()
         except tinker.BadRequestError as error:
             refused[name] = str(error)
+    listed.publish_checkpoint_from_tinker_path(saved).result()
+    (public,) = [one.public for one in listed.list_user_checkpoints().result().checkpoints if one.tinker_path == saved]
     listed.unpublish_checkpoint_from_tinker_path(saved).result()
     copied = listed.copy_weights(saved, "default").result()
     rank = listed.get_weights_info_by_tinker_path(copied).result().lora_rank
@@ -229,7 +231,33 @@ def shared(service: tinker.ServiceClient, training: tinker.TrainingClient, saved
     params = types.SamplingParams(max_tokens=4, temperature=1.0, seed=3, stop=[])
     asked = [one.sample(prompt, num_samples=1, sampling_params=params) for one in (sampler, other) for _ in range(8)]
     answers = [list(one.result().sequences[0].tokens) for one in asked]
-    return {"refused": refused, "answers": answers, "copied": [copied, rank, scored.result()]}
+    return {"refused": refused, "public": public, "answers": answers, "copied": [copied, rank, scored.result()]}
+
+
+def fetched(service: tinker.ServiceClient, training: tinker.TrainingClient) -> dict[str, Any]:
+    """Weights that are fetched file by file, and what is told of answers and of named tokens."""
+    saved = training.save_weights_external("away", ttl_seconds=3600).result()
+    given = service.create_rest_client().get_external_weights_urls(saved.path).result()
+    sizes = {}
+    for name, url in given.urls.items():
+        with urllib.request.urlopen(url) as reply:
+            sizes[name] = len(reply.read())
+    sampler, prompt = training.save_weights_and_get_sampling_client(), types.ModelInput.from_ints(ROWS[0])
+    params = types.SamplingParams(max_tokens=3, temperature=1.0, seed=3, stop=[])
+    named = np.full((len(ROWS[0]) - 1, 2), -1)
+    named[1:, 1] = ROWS[0][2:]
+    asked = {"num_samples": 1, "sampling_params": params, "topk_sample_logprobs": 2}
+    targets = types.TensorData(data=named.flatten().tolist(), dtype="int64", shape=list(named.shape))
+    found = sampler.sample(prompt, target_prompt_logprobs=targets, **asked).result()
+    return {
+        "path": saved.path,
+        "told": saved.size_bytes,
+        "sizes": sizes,
+        "top": found.sequences[0].topk_sampled_logprobs,
+        "drawn": [list(found.sequences[0].tokens), list(found.sequences[0].logprobs)],
+        "named": found.target_prompt_logprobs.to_numpy().tolist(),
+        "own": sampler.compute_logprobs(prompt).result(),
+    }
 
 
 def wait(step: int) -> None:
@@ -249,6 +277,7 @@ def main(model: str, what: str) -> dict[str, Any]:
         told["custom"] = custom(training)
         told["several"] = several(training)
         told["shared"] = shared(service, training, told["saved"])
+        told["fetched"] = fetched(service, training)
         told |= of_base(service, model)
         resumed = service.create_training_client_from_state_with_optimizer(told["saved"])  # it waits for the slot
         told["resumed"] = logprobs(resumed, ROWS)

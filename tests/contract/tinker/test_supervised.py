@@ -151,7 +151,19 @@ def test_clients_of_one_sampler_and_what_a_single_box_refuses(told: dict[str, An
     assert len(shared["answers"]) == 16 and all(answer == shared["answers"][0] for answer in shared["answers"])
     path, rank, scored = shared["copied"]
     assert path != told["saved"] and rank == 4 and scored == told["of_prompt"]
-    assert "project" in shared["refused"]["publish"] and "key" in shared["refused"]["move"]
+    assert shared["public"] is True and "key" in shared["refused"]["move"]
+
+
+def test_weights_are_fetched_and_answers_told_with_their_likeliest_tokens(told: dict[str, Any]) -> None:
+    fetched = told["fetched"]
+    assert fetched["path"].endswith("/external_weights/away") and fetched["told"] > 10_000
+    assert sorted(fetched["sizes"]) == ["adapter_config.json", "adapter_model.safetensors"]
+    tokens, logprobs = fetched["drawn"]
+    for token, logprob, place in zip(tokens, logprobs, fetched["top"], strict=True):
+        assert [value for _, value in place] == sorted((value for _, value in place), reverse=True)
+        assert len(place) == 2 and (logprob <= place[0][1]) and dict(place).get(token, logprob) == logprob
+    assert fetched["named"][0] == [0.0, 0.0]
+    assert [row[1] for row in fetched["named"][1:]] == pytest.approx(fetched["own"][2:], abs=3e-6, rel=0)
 
 
 def test_kills_in_the_middle_change_no_bit(service: Service, models: Path, told: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from core.jobs.base.transitions import Actor, Token
 from core.jobs.lifecycle import parking
 from core.jobs.lifecycle.sessions.records import FoundSession, find
 from core.jobs.policies.volume import QueueFull
+from core.spec.session.job import SessionSpec
 
 WAITING = 10_000
 """Operations of one session that may wait at once."""
@@ -206,10 +207,10 @@ def park(session: Session, token: Token, idle_seconds: float) -> bool:
     return parking.leave(session, token, job, reason)
 
 
-def idle_seconds(session: Session, session_id: str) -> float:
-    """Time without an operation after which the session is parked."""
+def spec_of(session: Session, session_id: str) -> SessionSpec:
+    """The session as it was opened."""
     spec = session.execute(select(SessionRow.spec).where(SessionRow.id == session_id)).scalar_one()
-    return float(spec["idle_seconds"])
+    return SessionSpec.model_validate_json(json.dumps(spec))
 
 
 def waits(session: Session, session_id: str) -> bool:

@@ -10,10 +10,11 @@ from sqlalchemy.orm import Session, aliased
 
 from core.db.engine import Database, db_now, read_now
 from core.db.tables import Job, SessionOperation, SessionRow, SessionSave
-from core.errors import Conflict
+from core.errors import Conflict, NotFound
 from core.jobs.base.states import FINAL
 from core.jobs.base.transitions import Actor
-from core.jobs.lifecycle.sessions.records import find
+from core.jobs.lifecycle.sessions.records import FoundSession, find
+from core.jobs.policies import audit
 from core.removal import remove
 from core.storage.layout import Layout
 
@@ -58,6 +59,7 @@ def note(
     label: str,
     about: dict[str, Any],
     ttl_seconds: float | None,
+    recipients: list[str] | None = None,
 ) -> None:
     """Write the row of an operation that was accepted. The same operation again changes nothing."""
     found = find(session, actor, session_id)
@@ -71,6 +73,7 @@ def note(
         label=label,
         about=about,
         expires_at=None if ttl_seconds is None else read_now(session) + ttl_seconds,
+        recipients=recipients,
         owner_id=found.row.owner_id,
         project_id=found.row.project_id,
     )
@@ -82,6 +85,42 @@ def newest(session: Session, session_id: str, kind: str, label: str) -> SessionS
     query = _saved().where(SessionSave.session_id == session_id, SessionSave.kind == kind, SessionSave.label == label)
     found = session.execute(query.order_by(SessionSave.position.desc()).limit(1)).one_or_none()
     return None if found is None else found[0]
+
+
+def published(session: Session, name: str, kind: str, label: str) -> tuple[FoundSession, SessionSave] | None:
+    """What a session of this name, of whatever project, has published. The oldest session of a name has it, so that
+    nobody can put another in its place."""
+    named = select(SessionRow, Job).join(Job, Job.id == SessionRow.id).where(Job.name == name)
+    found = session.execute(named.order_by(SessionRow.id).limit(1)).one_or_none()
+    row = None if found is None else newest(session, found[0].id, kind, label)
+    return None if found is None or row is None or row.published_at is None else (FoundSession(*found), row)
+
+
+def readable(session: Session, actor: Actor, session_id: str, folder: str | None) -> FoundSession:
+    """The session that has saved this folder, where it is one of the actor's project or the folder is published. Raises
+    NotFound."""
+    try:
+        return find(session, actor, session_id)
+    except NotFound:
+        row = None if folder is None else in_folder(session, session_id, folder)
+        if row is None or row.published_at is None or not _is_there(session, row):
+            raise
+        return FoundSession(session.get_one(SessionRow, session_id), session.get_one(Job, session_id))
+
+
+def publish(session: Session, actor: Actor, row: SessionSave, wanted: bool) -> None:
+    """Let all projects of the installation read what is saved under a name now, or no others any more. Asking twice is
+    fine."""
+    if (row.published_at is not None) is wanted:
+        return
+    session.execute(
+        update(SessionSave)
+        .where(SessionSave.session_id == row.session_id, SessionSave.position == row.position)
+        .values(published_at=db_now() if wanted else None)
+        .execution_options(synchronize_session=False)
+    )
+    what = "session.publish" if wanted else "session.unpublish"
+    audit.record(session, actor, what, row.session_id, {"kind": row.kind, "label": row.label})
 
 
 def in_folder(session: Session, session_id: str, folder: str) -> SessionSave | None:
@@ -148,13 +187,17 @@ def _needed(session: Session, row: SessionSave, folder: str) -> bool:
         .join(SessionRow, SessionRow.id == SessionOperation.session_id)
         .join(Job, Job.id == SessionRow.id)
         .where(
-            SessionOperation.project_id == row.project_id,
             SessionOperation.position > SessionRow.snapshot,
             Job.status.not_in([status.value for status in FINAL]),
             or_(mine, reads),
         )
     )
     return session.execute(query.limit(1)).first() is not None
+
+
+def _is_there(session: Session, row: SessionSave) -> bool:
+    mine = _saved().where(SessionSave.session_id == row.session_id, SessionSave.position == row.position)
+    return session.execute(mine).first() is not None
 
 
 def _saved() -> Any:

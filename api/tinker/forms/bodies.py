@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -80,6 +80,12 @@ class SamplerSave(NamedSave):
     kind: str = "snapshot"
 
 
+class ExternalSave(SaveWish):
+    age_encryption_recipients: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=32)] | None = (
+        None
+    )
+
+
 class LoadWish(Lenient):
     path: str
     optimizer: bool = False
@@ -110,6 +116,14 @@ class ChunkedPrompt(Lenient):
     chunks: list[dict[str, Any]]
 
 
+class PlainTensor(Lenient):
+    data: list[float]
+    dtype: Literal["float32", "int64"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
 class SampleWish(Lenient):
     sampling_session_id: str
     seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -119,9 +133,9 @@ class SampleWish(Lenient):
     prompt_logprobs: bool | None = False
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
-    topk_sample_logprobs: int = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] = 0
     prompt_alt_tokens_k: int = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
+    target_prompt_logprobs: PlainTensor | None = None
     record_stability_info: bool = False
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from api.tinker import wire
+from api.tinker.forms import wire
+from api.tinker.forms.bodies import PlainTensor
 from core.errors import SpecError
 
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
@@ -120,9 +121,14 @@ def _tensor(body: bytes, where: str) -> Numbers:
 
 
 def numbers(
-    values: list[float], shape: Sequence[int], indices: tuple[Sequence[int], ...] | None, where: str
+    values: list[float],
+    shape: Sequence[int],
+    indices: tuple[Sequence[int], ...] | None,
+    where: str,
+    unlisted: float = 0,
 ) -> Numbers:
-    """A tensor of one or two dimensions, written out. `indices`: those of rows and columns, of a sparse one (CSR)."""
+    """A tensor of one or two dimensions, written out. `indices`: those of rows and columns, of a sparse one (CSR);
+    `unlisted`: what it has elsewhere."""
     if len(shape) > 2 or any(not 0 < size <= MOST_CELLS for size in shape) or math.prod(shape) > MOST_CELLS:
         words = (
             f"{where}: a tensor has one or two dimensions and {MOST_CELLS:,} numbers at most; this has {list(shape)}"
@@ -130,7 +136,7 @@ def numbers(
         raise SpecError(words, field=where, code="invalid_value")
     wide = shape[1] if len(shape) == 2 else 0
     if indices is not None:
-        values = _written_out(values, shape, *indices, where=where)
+        values = _written_out(values, shape, *indices, where=where, unlisted=unlisted)
     if shape and len(values) != math.prod(shape):
         words = f"{where}: {len(values)} numbers are not of shape {list(shape)}"
         raise SpecError(words, field=where, code="invalid_value")
@@ -138,7 +144,13 @@ def numbers(
 
 
 def _written_out(
-    values: list[float], shape: Sequence[int], rows: Sequence[int], columns: Sequence[int], *, where: str
+    values: list[float],
+    shape: Sequence[int],
+    rows: Sequence[int],
+    columns: Sequence[int],
+    *,
+    where: str,
+    unlisted: float,
 ) -> list[float]:
     whole = (
         len(shape) == 2
@@ -151,7 +163,7 @@ def _written_out(
     if not whole:
         words = f"{where}: its indices of rows and columns are those of no sparse tensor of shape {list(shape)}"
         raise SpecError(words, field=where, code="invalid_value")
-    found: list[float] = [0] * math.prod(shape)
+    found: list[float] = [unlisted] * math.prod(shape)
     for row, (begin, end) in enumerate(pairwise(rows)):
         for at in range(begin, end):
             found[row * shape[1] + columns[at]] = values[at]
@@ -180,6 +192,45 @@ def pass_output(
     return wire.message((1, "ArrayRecord"), (2, record), *told)
 
 
+UNLISTED = -2
+"""Where a sparse tensor of tokens has none; -1: where a dense one has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Log-probabilities of tokens that the caller has named for each place but the first, in the form in which it did:
+    rows of `wide`, or of the `places` that were listed."""
+
+    count: int
+    wide: int
+    logprobs: list[float]
+    places: list[list[int]] | None
+
+    @classmethod
+    def of(cls, named: Sequence[float], logprobs: Sequence[float], wide: int) -> Targets:
+        """`named`: as `read_targets` makes them; `logprobs`: one for each."""
+        count = len(named) // wide - 1
+        if UNLISTED not in named[: count * wide]:
+            return cls(count, wide, [*logprobs[: count * wide]], None)
+        places = [[column for column in range(wide) if named[row * wide + column] != UNLISTED] for row in range(count)]
+        flat = [logprobs[row * wide + column] for row, place in enumerate(places) for column in place]
+        return cls(count, wide, flat, places)
+
+
+def read_targets(tensor: PlainTensor, prompt: int) -> Numbers:
+    """Tokens named for each place of a prompt but the first, [prompt, choices]: UNLISTED where there are none, which is
+    so in the last row. SpecError for another shape."""
+    where, shape = "target_prompt_logprobs", tensor.shape or []
+    if tensor.dtype != "int64" or len(shape) != 2 or shape[0] != prompt - 1:
+        words = f"{where}: these are whole numbers of shape [{prompt - 1}, choices], a row for each token but the first"
+        raise SpecError(words, field=where, code="invalid_value")
+    indices = None
+    if tensor.sparse_crow_indices is not None:
+        indices = tensor.sparse_crow_indices, tensor.sparse_col_indices or []
+    values, wide = numbers(tensor.data, shape, indices, where, unlisted=UNLISTED)
+    return [*values, *[float(UNLISTED)] * wide], wide
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """What is told of a prompt's tokens."""
@@ -192,19 +243,58 @@ class Scored:
     """Those of one place after another."""
     likeliest: list[float]
     """Their log-probabilities; UNKNOWN where nothing is told."""
+    targets: Targets | None = None
+    """Log-probabilities of tokens that the caller has named; None: it has named none."""
 
 
-def sample_output(answers: Sequence[tuple[bool, Sequence[float], Sequence[float]]], prompt: Scored) -> bytes:
-    """A SampleResponse: of each answer, whether a stop ended it, its tokens and their log-probabilities."""
-    parts = []
-    for stopped, tokens, logprobs in answers:
-        raw = array("i", [int(token) for token in tokens]).tobytes()
-        one = wire.message((1, 0 if stopped else 1), (2, raw), (3, array("f", logprobs).tobytes()))
-        parts.append((1, one))
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One answer to a prompt."""
+
+    stopped: bool
+    """A stop ended it."""
+    tokens: Sequence[float]
+    logprobs: Sequence[float]
+    most: int = 0
+    """Likeliest tokens of a place."""
+    likeliest: Sequence[float] = ()
+    """Those of one place after another."""
+    of_likeliest: Sequence[float] = ()
+    """Their log-probabilities."""
+
+
+def sample_output(answers: Sequence[Answered], prompt: Scored) -> bytes:
+    """A SampleResponse."""
+    parts: list[tuple[int, bytes]] = []
+    for one in answers:
+        raw = array("i", [int(token) for token in one.tokens]).tobytes()
+        told = [(4, _likeliest(one.most, one.likeliest, one.of_likeliest))] if one.most else []
+        found = wire.message((1, 0 if one.stopped else 1), (2, raw), (3, array("f", one.logprobs).tobytes()), *told)
+        parts.append((1, found))
     if prompt.logprobs is not None:
         parts.append((2, array("f", prompt.logprobs).tobytes()))
     if prompt.most:
-        ids, logprobs = array("i", prompt.tokens).tobytes(), array("f", prompt.likeliest).tobytes()
-        told = wire.message((1, ids), (2, logprobs), (3, prompt.most), (4, len(prompt.tokens) // prompt.most))
-        parts.append((3, told))
+        parts.append((3, _likeliest(prompt.most, prompt.tokens, prompt.likeliest)))
+    if prompt.targets is not None:
+        parts.append((5, _floats(prompt.targets)))
     return wire.message(*parts)
+
+
+def _likeliest(most: int, tokens: Sequence[float], logprobs: Sequence[float]) -> bytes:
+    """A TopkLogprobs."""
+    ids = array("i", [int(token) for token in tokens]).tobytes()
+    return wire.message((1, ids), (2, array("f", logprobs).tobytes()), (3, most), (4, len(tokens) // most))
+
+
+def _floats(rows: Targets) -> bytes:
+    """A Tensor of two dimensions."""
+    if rows.places is None:
+        values = (1, array("f", rows.logprobs).tobytes())
+    else:
+        ends, columns = array("q", [0]), array("q")
+        for place in rows.places:
+            columns.extend(place)
+            ends.append(len(columns))
+        found = array("f", rows.logprobs).tobytes()
+        values = (2, wire.message((1, found), (2, ends.tobytes()), (3, columns.tobytes())))
+    return wire.message(values, (3, _FLOAT32), (4, wire.packed([rows.count, rows.wide])))

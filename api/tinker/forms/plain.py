@@ -6,22 +6,14 @@ import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from fastapi.responses import Response
 from pydantic import AliasChoices, Field
 
-from api.tinker.bodies import Lenient, Number, parsed
-from api.tinker.messages import UNKNOWN, Numbers, PassRequest, Scored, numbers
+from api.tinker.forms.bodies import Lenient, Number, PlainTensor, parsed
+from api.tinker.forms.messages import UNKNOWN, Answered, Numbers, PassRequest, Scored, numbers
 from core.errors import SpecError
-
-
-class PlainTensor(Lenient):
-    data: list[float]
-    dtype: Literal["float32", "int64"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
 
 
 class PlainInput(Lenient):
@@ -92,15 +84,15 @@ def pass_answer(
     return _reply({"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(metrics)})
 
 
-def sample_answer(answers: Sequence[tuple[bool, Sequence[float], Sequence[float]]], prompt: Scored) -> Response:
+def sample_answer(answers: Sequence[Answered], prompt: Scored) -> Response:
     """A SampleResponse."""
     sequences = [
         {
-            "stop_reason": "stop" if stopped else "length",
-            "tokens": [*map(int, found)],
-            "logprobs": [*array("f", logprobs)],
+            "stop_reason": "stop" if one.stopped else "length",
+            "tokens": [*map(int, one.tokens)],
+            "logprobs": [*array("f", one.logprobs)],
         }
-        for stopped, found, logprobs in answers
+        for one in answers
     ]
     known = None if prompt.logprobs is None else [None if math.isnan(one) else one for one in prompt.logprobs]
     told: dict[str, Any] = {"type": "sample", "sequences": sequences, "prompt_logprobs": known}

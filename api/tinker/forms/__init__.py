@@ -1,0 +1,1 @@
+"""What Tinker's SDK sends and reads: JSON and protocol buffers."""
