@@ -35,6 +35,12 @@ def beyond(count: int, shown: Iterable[Fault]) -> int:
     return count - sum(fault.times or 1 for fault in shown)
 
 
+def plainly(message: str) -> str:
+    """A message of pydantic's, without the name of the exception in front, to stand behind a field's name."""
+    message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return message[:1].lower() + message[1:]
+
+
 class EftError(Exception):
     """Base of all errors meant for a user."""
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType
 from core.base.attribute_docs import AttributeDocsModel
-from core.errors import Fault, TooLarge
+from core.errors import Fault, TooLarge, plainly
 from core.spec.load import load_json, storable
 
 BODY_SECONDS = 60.0
@@ -67,8 +67,7 @@ def _parsed(request: Request, body: bytes, model: type[M]) -> M:
         faults = []
         for item in error.errors(include_url=False, include_input=False)[:50]:
             field = ".".join(str(part) for part in item["loc"]) or None
-            message = str(item["msg"])
-            faults.append(Fault("invalid_value", message[:1].lower() + message[1:], field))
+            faults.append(Fault("invalid_value", plainly(item["msg"]), field))
         first = faults[0]
         words = f"{first.field}: {first.message}" if first.field else first.message
         raise BadRequest(words, field=first.field, faults=tuple(faults)) from error

@@ -23,7 +23,7 @@ from starlette.types import Scope
 
 from api.context import request_id
 from api.errors import RateLimited, ServiceUnavailable, printable
-from core.errors import EftError, NoSpace
+from core.errors import EftError, NoSpace, plainly
 
 log = logging.getLogger("eft.api")
 
@@ -184,8 +184,7 @@ def _validation_error(request: Request, error: Exception) -> Response:
     faults = []
     for item in error.errors()[:50]:
         field = ".".join(str(part) for part in item["loc"][1:]) or None
-        message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        faults.append({"code": "invalid_value", "message": message[:1].lower() + message[1:], "field": field})
+        faults.append({"code": "invalid_value", "message": plainly(item["msg"]), "field": field})
     first = faults[0]
     message = f"{first['field']}: {first['message']}" if first["field"] else str(first["message"])
     return _body(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, StringConstraints, ValidationError
 
 from api.http.body import Body
-from core.errors import Fault, SpecError
+from core.errors import Fault, SpecError, plainly
 from core.spec.load import load_json, storable
 from core.spec.serving.request import (
     LONGEST_STOP,
@@ -179,7 +179,7 @@ def parsed(kind: type[AnyBody], body: bytes) -> AnyBody:
         for item in error.errors(include_url=False, include_input=False)[:20]:
             place = ".".join(str(part) for part in item["loc"] if not _names_arm(part)) or None
             unknown = item["type"] == "extra_forbidden"
-            words = f"there is no `{place}` here; remove it" if unknown else str(item["msg"])
+            words = f"there is no `{place}` here; remove it" if unknown else plainly(item["msg"])
             faults.append(Fault("unknown_field" if unknown else "invalid_value", words, place))
         first = faults[0]
         where = f"{first.field}: " if first.field else ""

@@ -15,7 +15,7 @@ from api.jobs.service import Jobs
 from api.sessions import schemas
 from core.db.engine import Database
 from core.db.tables import SessionOperation
-from core.errors import Fault, NotFound, SpecError
+from core.errors import Fault, NotFound, SpecError, plainly
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.sessions import log, records, saves
 from core.jobs.policies import quotas
@@ -190,7 +190,7 @@ def _refused(error: ValidationError, within: str = "", skip: int = 0) -> SpecErr
     faults = []
     for item in error.errors(include_url=False, include_input=False)[:50]:
         parts = [within, *map(str, item["loc"][skip:])] if within else [*map(str, item["loc"])]
-        faults.append(Fault("invalid_value", str(item["msg"]), ".".join(parts) or None))
+        faults.append(Fault("invalid_value", plainly(item["msg"]), ".".join(parts) or None))
     first = faults[0]
     where = f"{first.field}: " if first.field else ""
     return SpecError(f"{where}{first.message}", field=first.field, faults=tuple(faults), code="invalid_value")

@@ -129,7 +129,8 @@ class BackupStore:
         try:
             told = json.loads((self.root / MARK).read_bytes())
         except (OSError, ValueError) as error:
-            raise BackupError(f"{self.root} is no folder of backups ({MARK}: {error})") from error
+            why = f"it has no {MARK}" if isinstance(error, FileNotFoundError) else f"{MARK}: {error}"
+            raise BackupError(f"{self.root} is not a backup folder: {why}") from error
         if told.get("format") != FORMAT:
             raise BackupError(f"{self.root} has format {told.get('format')}; this version reads {FORMAT}")
 

@@ -55,7 +55,7 @@ def main() -> None:
     try:
         walls.enclose(user, limits["files_bytes"], limits["folders"])
         exec(compile(limits["prelude"], "<prelude>", "exec"), {"__name__": "prelude"})  # noqa: S102 - ours
-    except (walls.Wall, ImportError) as wall:
+    except (walls.Wall, ImportError, OSError) as wall:
         send(control, {"refused": str(wall)})
         os._exit(1)
     send(control, {"pid": os.getpid(), "root": user.root})

@@ -115,6 +115,7 @@ def _drop_bounding() -> None:
 
 
 def _furnish(user: Nobody, files_bytes: int, folders: Sequence[str]) -> None:
+    os.umask(0o022)  # a worker's is 0o077, and who is inside could then not pass the folders above those it may read
     shown = [*readable(), *folders]
     links = [(path, str(Path(path).readlink())) for path in ("/lib", "/lib64") if Path(path).is_symlink()]
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from core.errors import Fault, SpecError, TooLarge
+from core.errors import Fault, SpecError, TooLarge, plainly
 from core.spec import hints
 from core.spec.job import JobSpec
 
@@ -191,7 +191,7 @@ def _fault(error: dict[str, Any]) -> Fault:
         case "finite_number":
             return Fault("invalid_value", "must be a finite number, not NaN or infinity", path)
         case _:
-            return Fault("invalid_value", _lower(error["msg"]), path)
+            return Fault("invalid_value", plainly(error["msg"]), path)
 
 
 def _pattern_words(path: str, value: Any, context: dict[str, Any]) -> str:
@@ -208,12 +208,12 @@ def _pattern_words(path: str, value: Any, context: dict[str, Any]) -> str:
 
 
 def _no_type(path: str, written: Any, arms: list[type[BaseModel]]) -> str:
-    """An object without `type`: which types there are, and what its fields are called that none of them has."""
+    """An object without `type`: what its fields are called that none of them has, or which types there are."""
     types = [f"`{arm.model_fields['type'].default}`" for arm in arms if "type" in arm.model_fields]
     known = sorted({name for arm in arms for name in arm.model_fields})
     unknown = [name for name in written if isinstance(name, str) and name not in known] if written else []
     faults = [f"unknown field `{_show(name)}`{hints.of_field(name, path, known, JobSpec)}" for name in unknown[:3]]
-    return "; ".join([f"give a `type` here ({', '.join(types)}), or a plain string as its short form", *faults])
+    return "; ".join(faults) or f"give a `type` here ({', '.join(types)}), or a plain string as its short form"
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], list[type[BaseModel]]]:
@@ -257,9 +257,6 @@ def _show(text: str) -> str:
     return safe + ("…" if len(text) > 80 else "")
 
 
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]
-
-
 def _kind(raw: Any) -> str:
-    return {list: "a list", str: "a string", type(None): "nothing"}.get(type(raw), f"a {type(raw).__name__}")
+    kinds = {list: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "nothing"}
+    return kinds.get(type(raw), "a number")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
-from core.errors import Fault, SpecError
+from core.errors import Fault, SpecError, plainly
 from core.spec.base import SpecModel
 from core.spec.job import JobName, WebhookId
 
@@ -89,8 +89,7 @@ def parse_pipeline(raw: Any) -> PipelineSpec:
         faults = []
         for item in error.errors(include_url=False, include_input=False)[:20]:
             field = ".".join(str(part) for part in item["loc"]) or "steps"
-            words = str(item["msg"]).removeprefix("Value error, ")
-            faults.append(Fault("invalid_value", words[:1].lower() + words[1:], field))
+            faults.append(Fault("invalid_value", plainly(item["msg"]), field))
         first = faults[0]
         raise SpecError(f"{first.field}: {first.message}", field=first.field, faults=tuple(faults)) from error
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 
-from core.errors import Fault, SpecError
+from core.errors import Fault, SpecError, plainly
 from core.spec.base import SpecModel
 from core.spec.pipeline import MetricName
 
@@ -118,8 +118,7 @@ def parse_sweep(document: Any) -> tuple[Sweep, dict[str, Any]]:
     except ValidationError as error:
         item = error.errors(include_url=False, include_input=False)[0]
         place = [str(part) for part in item["loc"] if part not in ("grid", "random", "list[any]", "Range")]
-        words = str(item["msg"]).removeprefix("Value error, ")
-        raise _refused(Fault("invalid_value", words[:1].lower() + words[1:], ".".join(["sweep", *place]))) from error
+        raise _refused(Fault("invalid_value", plainly(item["msg"]), ".".join(["sweep", *place]))) from error
     for name in sweep.fields:
         if name.partition(".")[0] in FIXED:
             words = f"all runs share `{name}`; give fields of the training"

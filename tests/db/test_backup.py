@@ -336,7 +336,7 @@ def test_what_is_damaged_on_the_data_root_is_told_when_it_is_kept(lab: Lab, layo
 def test_only_into_what_is_empty_and_one_at_a_time(
     lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings], tmp_path: Path
 ) -> None:
-    with pytest.raises(BackupError, match="is no folder of backups"):
+    with pytest.raises(BackupError, match="is not a backup folder"):
         restore(another("no"), store)
     upload(lab, layout, b"one")
     create(lab.database, layout, store, Options())

@@ -38,13 +38,13 @@ ASKS = {"__complete", "help", "man", "completion", "version", "data check", "dat
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, below in getattr(command, "commands", {}).items():
         yield from commands(below, (*path, name))
-        if not getattr(below, "commands", {}) and name not in ("project",):
+        if not getattr(below, "commands", {}):
             yield (*path, name), below
 
 
 TREE = tree()
 """Built once, which takes longer than most commands."""
-ALL = {" ".join(path): command for path, command in commands(TREE) if path[0] != "project"}
+ALL = {" ".join(path): command for path, command in commands(TREE)}
 ASKED = {name: command for name, command in ALL.items() if name not in EXECUTED | ASKS}
 
 
@@ -200,11 +200,9 @@ def test_every_command_that_is_proposed_exists() -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("list", "Did you mean 'ls'?"),
         ("sumbit", "Did you mean 'submit'?"),
-        ("keys ls", "Did you mean 'eft keys list'?"),
-        ("files list", "Did you mean 'eft files ls'?"),
-        ("files delete x", "Did you mean 'eft files rm'?"),
+        ("keys remove x", "Did you mean 'eft keys revoke'?"),
+        ("jobs show", "jobs"),
         ("plan job.yaml --timeout 5", "`submit --wait`"),
         ("submit job.yaml --epochs 5", "`--set training.num_train_epochs=…`"),
         ("submit job.yaml --wiat", "--wait"),
@@ -221,6 +219,28 @@ def test_every_command_that_is_proposed_exists() -> None:
 def test_what_was_meant_is_said(typed: str, words: str, eft: Any) -> None:
     code, out, err = eft(*typed.split(" "))
     assert (code, out) == (2, "") and words in err, err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("list", "ls"),
+        ("rm JOB", "delete JOB"),
+        ("files list", "files ls"),
+        ("file delete x", "files rm x"),
+        ("model ls", "models list"),
+        ("sweeps list", "sweep ls"),
+        ("project list", "projects list"),
+        ("gpus list", "gpu list"),
+    ],
+)
+def test_another_spelling_of_a_command_is_that_command(typed: str, meant: str) -> None:
+    place, words = TREE, typed.split()
+    wanted, here = TREE, meant.split()
+    while hasattr(wanted, "commands"):
+        place, wanted = place.resolve_command(place.context_class(place), words)[1], wanted.commands[here[0]]
+        words, here = words[1:], here[1:]
+    assert (place.name, place.callback) == (wanted.name, wanted.callback)
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,11 @@ def test_without_capabilities_root_refuses_and_says_why() -> None:
     before = "import os\nfrom core.sandbox import kernel\nkernel.drop_capabilities()"
     said = _said(before)
     assert said == "None" if os.geteuid() != 0 else "SYS_ADMIN" in said
+
+
+def test_it_stands_under_the_umask_of_a_service() -> None:
+    """A worker makes nothing that others can read (core/private.py); what the sandbox is furnished with they must."""
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK], cwd=ROOT, capture_output=True, text=True, check=True, umask=0o077
+    )
+    assert asked.stdout == "None\n", asked.stdout + asked.stderr

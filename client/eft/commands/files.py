@@ -70,7 +70,7 @@ def ls(url: UrlOption = None, as_json: JsonOption = False) -> None:
         if as_json:
             output.json({"data": [file.raw for file in files]})
         else:
-            output.table(files_table(files, output.data.width), "files")
+            output.table(files_table(files, output.data), "files")
 
 
 @app.command()

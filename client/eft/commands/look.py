@@ -18,7 +18,7 @@ from eft.jobfile import read_job
 from eft.manual.source import manual
 from eft.session import HANDLE, JobArgument, JobArguments, JsonOption, UrlOption, job_id_of, session
 from eft.terminal.comparison import ABSENT, Comparison, differences, words, written
-from eft.terminal.output import Output, number, status_markup
+from eft.terminal.output import Output, number, short_id, status_markup
 from eft.terminal.progress import Away
 
 if TYPE_CHECKING:
@@ -289,13 +289,11 @@ def _filename(client: Client, file_id: str) -> str:
 
 def _side_by_side(told: Comparison, output: Output) -> None:
     """Jobs as columns while the terminal has room for them."""
-    columns = len(told.jobs)
-    room = max(12, (output.data.width - (44 if columns == 2 else 30)) // columns - 2)
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True, style="dim")
     for job in told.jobs:
-        table.add_column(job.id if room >= len(job.id) else f"…{job.id[-(room - 1) :]}", overflow="fold")
-    two = columns == 2
+        table.add_column(short_id(job.id, output.data), overflow="fold")
+    two = len(told.jobs) == 2
     if two:
         table.add_column("DIFFERENCE", justify="right", no_wrap=True)
     before = "job"

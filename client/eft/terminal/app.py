@@ -42,6 +42,10 @@ class Group(TyperGroup):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        from eft.terminal.astray import meant
+
+        if args[0] not in self.commands:
+            args = [meant(args[0], self.commands), *args[1:]]
         try:
             return super().resolve_command(ctx, args)
         except UsageError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 COMMANDS = {
@@ -19,7 +19,6 @@ COMMANDS = {
     "finetune": "eft submit",
     "fine-tune": "eft submit",
     "get": "eft show",
-    "gpus": "eft gpu list",
     "health": "eft doctor",
     "info": "eft show",
     "inspect": "eft show",
@@ -33,10 +32,8 @@ COMMANDS = {
     "node": "eft nodes",
     "preview": "eft data preview",
     "ps": "eft queue",
-    "quotas": "eft quota list",
     "result": "eft show",
     "results": "eft show",
-    "rm": "eft delete",
     "run": "eft submit",
     "sbatch": "eft submit",
     "scancel": "eft cancel",
@@ -51,7 +48,6 @@ COMMANDS = {
     "upload": "eft files upload",
     "validate": "eft data check",
     "wait": "eft watch",
-    "workers": "eft worker list",
 }
 """Below `eft` itself."""
 
@@ -62,6 +58,9 @@ VERBS = (
     {"set", "change", "update", "edit"},
 )
 """In groups: words of one meaning, of which a group of commands has one or two."""
+
+SAME = ({"ls", "list"}, {"rm", "delete"})
+"""In groups: words of which one does what the other would, so that it is done and not only suggested."""
 
 OPTIONS = {
     "--api-key": "the key is EFT_API_KEY, or what `eft login` keeps",
@@ -84,6 +83,18 @@ OPTIONS = {
     "--verbose": "`--json` prints everything",
 }
 """Wherever a command does not have them."""
+
+
+def meant(word: str, known: Mapping[str, Any]) -> str:
+    """The command of `known` that `word` is another spelling of: `list` for `ls`, `model` for the group `models`.
+    Otherwise `word`."""
+    for same in SAME:
+        if word in same:
+            return next((other for other in same if other in known), word)
+    for other in (f"{word}s", word.removesuffix("s")):
+        if hasattr(known.get(other), "commands"):
+            return other
+    return word
 
 
 def command(word: str, path: tuple[str, ...], known: Iterable[str]) -> str:

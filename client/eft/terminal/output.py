@@ -162,15 +162,15 @@ def jobs_table(jobs: list[Job], console: Console) -> Table:
     return table
 
 
-def files_table(files: list[File], width: int) -> Table:
+def files_table(files: list[File], console: Console) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("ID", "ROWS", "SIZE", "NAME", "FORMAT")[: 5 if width >= 90 else 4]:
+    for name in ("ID", "ROWS", "SIZE", "NAME", "FORMAT")[: 5 if console.width >= 70 else 4]:
         table.add_column(
             name, no_wrap=True, overflow="ellipsis", justify="right" if name in ("ROWS", "SIZE") else "left"
         )
     for file in files:
         rows = "" if file.rows is None else str(file.rows)
-        cells = [file.id, rows, size(file.bytes), escape(file.filename), escape(file.format or "")]
+        cells = [short_id(file.id, console), rows, size(file.bytes), escape(file.filename), escape(file.format or "")]
         table.add_row(*cells[: len(table.columns)])
     return table
 

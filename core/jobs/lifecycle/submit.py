@@ -230,9 +230,15 @@ def pause(session: Session, actor: Actor, job_id: str, *, why: str | None = None
                 stop=StopReason.PAUSE,
             )
         case status:
-            raise Conflict(f"the job is {status.value}; there is nothing to pause", code="not_pausable")
+            raise Conflict(f"the job {_stands(status)}; there is nothing to pause", code="not_pausable")
     session.refresh(job)
     return job
+
+
+def _stands(status: Status) -> str:
+    if status == Status.CANCELLED:
+        return "was cancelled"
+    return f"has already {status.value}" if status in FINAL else f"is {status.value}"
 
 
 def resume(session: Session, actor: Actor, job_id: str, *, why: str | None = None) -> Job:
@@ -254,7 +260,7 @@ def resume(session: Session, actor: Actor, job_id: str, *, why: str | None = Non
         case Status.QUEUED | Status.PREPARING | Status.STARTING | Status.RUNNING:
             return job
         case status:
-            raise Conflict(f"the job is {status.value}; only a paused job can be resumed", code="not_paused")
+            raise Conflict(f"the job {_stands(status)}; only a paused job can be resumed", code="not_paused")
     session.refresh(job)
     return job
 
@@ -276,7 +282,8 @@ def retry(
     """
     old = find(session, actor, job_id, lock=True)
     if Status(old.status) not in (Status.FAILED, Status.CANCELLED):
-        raise Conflict(f"the job is {old.status}; only a failed or cancelled job can be retried", code="not_ended")
+        words = f"the job {_stands(Status(old.status))}; only a failed or cancelled job can be retried"
+        raise Conflict(words, code="not_ended")
     query = select(Job).where(Job.retry_of == job_id, Job.status.not_in((Status.FAILED, Status.CANCELLED)))
     going = session.execute(query.limit(1)).scalar_one_or_none()
     if going is not None:

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from core.errors import DataError, EftError, SpecError
+from core.errors import DataError, EftError, SpecError, plainly
 from core.spec.axes.data import FORMATS, Column, Format, Readable
 
 
@@ -96,7 +96,7 @@ def _columns(given: list[str]) -> dict[str, str]:
         Readable.model_validate({"columns": columns})
     except ValidationError as error:
         names = ", ".join(get_args(Column))
-        words = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        words = plainly(error.errors(include_url=False)[0]["msg"])
         raise SpecError(f"--column takes our names ({names}): {words}", field="columns") from error
     return columns
 

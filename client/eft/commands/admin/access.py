@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from itertools import compress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,6 +37,8 @@ RIGHTS = (
     "self_rotate (a successor for itself) or make_keys (make keys, rotate others); several times for both. Default: "
     "those of your key without --scope, none with it"
 )
+WIDE = {"KEY": 150, "PROJECT": 130, "WHAT": 130}
+"""Columns that a narrower terminal leaves out, so that the others are whole: commands take a key's PREFIX as well."""
 STATE_STYLE = {"works": "green", "expired": "yellow", "revoked": "red"}
 
 
@@ -72,7 +75,7 @@ def list_keys(
         _table(
             output,
             rows,
-            ("ID", "PREFIX", "NAME", "USER", "SCOPE", "STATE", "EXPIRES", "LAST USED"),
+            ("KEY", "PREFIX", "NAME", "USER", "SCOPE", "STATE", "EXPIRES", "LAST USED"),
             lambda row: (
                 row["id"],
                 row["prefix"],
@@ -291,7 +294,7 @@ def members(project: ProjectOption = None, url: UrlOption = None, as_json: JsonO
             output,
             client.access.members(_project(client, project)),
             ("NAME", "ROLE", "SINCE"),
-            lambda row: (row["user"]["name"], row["role"], row["since"]),
+            lambda row: (row["user"]["name"], row["role"], shown(row["since"])),
         )
 
 
@@ -371,15 +374,16 @@ def audit(
 
 
 def _table(output: Output, rows: list[dict[str, Any]], columns: tuple[str, ...], cells: Any) -> None:
-    """People's form; with --json the rows as they came."""
+    """People's form, without the columns WIDE on a narrow terminal; with --json the rows as they came."""
     if output.as_json:
         output.json({"data": rows})
         return
     table = Table(box=None, pad_edge=False)
-    for name in columns:
+    kept = [output.data.width >= WIDE.get(name, 0) for name in columns]
+    for name in compress(columns, kept):
         table.add_column(name, no_wrap=name != "WHAT", overflow="fold")
     for row in rows:
-        table.add_row(*_marked(cells(row)))
+        table.add_row(*_marked(compress(cells(row), kept)))
     output.table(table, "entries")
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from eft.manual.source import manual
 from eft.session import HANDLE, JsonOption, UrlOption, session
 from eft.terminal.app import App
-from eft.terminal.output import Output
+from eft.terminal.output import Output, short_id
 from eft.times import shown
 
 app = App(no_args_is_help=True, help="Notifications about a project's jobs.")
@@ -33,7 +33,8 @@ def list_webhooks(url: UrlOption = None, as_json: JsonOption = False) -> None:
         for row in rows:
             events = ",".join(event.removeprefix("job.") for event in row["events"])
             jobs = "all" if row["all_jobs"] else "named"
-            table.add_row(*map(escape, (row["id"], row["name"], row["kind"], row["origin"], events, jobs)), _state(row))
+            hook = short_id(row["id"], output.data)
+            table.add_row(*map(escape, (hook, row["name"], row["kind"], row["origin"], events, jobs)), _state(row))
         output.table(table, "webhooks")
 
 
@@ -122,7 +123,8 @@ def deliveries(
             styled = f"[{STATE_STYLE[row['state']]}]{row['state']}[/]"
             last = row["last_error"] or (str(row["last_status"]) if row["last_status"] else "")
             after = shown(row["next_at"])
-            table.add_row(row["id"], row["type"], row["job"] or "", styled, str(row["attempts"]), after, escape(last))
+            job = short_id(row["job"] or "", output.data)
+            table.add_row(row["id"], row["type"], job, styled, str(row["attempts"]), after, escape(last))
         output.table(table, "deliveries")
 
 
@@ -166,7 +168,7 @@ def _tell_secret(output: Output, made: dict[str, Any]) -> None:
 def _state(row: dict[str, Any]) -> str:
     if row["disabled_at"]:
         return f"[red]disabled[/]: {escape(row['disabled_reason'])}"
-    return f"[yellow]fails[/] since {row['failing_since'][:19]}" if row["failing_since"] else "[green]works[/]"
+    return f"[yellow]fails[/] since {shown(row['failing_since'])}" if row["failing_since"] else "[green]works[/]"
 
 
 def _table(*columns: str) -> Table:

@@ -14,6 +14,7 @@ from eft.manual.source import manual
 from eft.session import JsonOption, UrlOption, session
 from eft.terminal.app import App, Group
 from eft.terminal.output import Output, duration
+from eft.times import shown
 from eft.types import Node
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _table(nodes: list[Node]) -> Table:
         places: list[Any] = [slot for slot in node.slots if slot.kind in ("gpu", "cpu")]
         drained = ""
         if node.drained is not None:
-            drained = f"{node.drained.since} by {node.drained.by or '?'}"
+            drained = f"{shown(node.drained.since)} by {node.drained.by or '?'}"
             drained += f": {node.drained.reason}" if node.drained.reason else ""
         table.add_row(
             escape(node.name),

@@ -17,7 +17,7 @@ from eft.jobfile import StandIns, Uploader, upload_data
 from eft.manual.source import manual
 from eft.session import HANDLE, JobArgument, JsonOption, UrlOption, session
 from eft.terminal.app import App
-from eft.terminal.output import Output, age, status_markup
+from eft.terminal.output import Output, age, short_id, status_markup
 from eft.types import Pipeline
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def _show(output: Output, found: Pipeline) -> None:
         table.add_column(column, no_wrap=column != "GATES")
     for step in found.steps:
         gates = "; ".join(map(_gate, step.gates))
-        table.add_row(escape(step.name), status_markup(step.status), step.job or "", escape(gates))
+        job = short_id(step.job or "", output.data)
+        table.add_row(escape(step.name), status_markup(step.status), job, escape(gates))
     output.data.print(table)
 
 
@@ -115,7 +116,13 @@ def list_pipelines(
         for one in found:
             done = sum(step.status == "succeeded" for step in one.steps)
             steps = f"{done}/{len(one.steps)}"
-            table.add_row(one.id, status_markup(one.status), steps, age(one.created_at), escape(one.name or ""))
+            table.add_row(
+                short_id(one.id, output.data),
+                status_markup(one.status),
+                steps,
+                age(one.created_at),
+                escape(one.name or ""),
+            )
         output.table(table, "pipelines")
 
 

@@ -20,6 +20,7 @@ from eft.manual.source import manual
 from eft.session import HANDLE, JsonOption, UrlOption, session
 from eft.terminal.app import App
 from eft.terminal.output import Output, age, name_width, short_id, size
+from eft.times import shown
 
 if TYPE_CHECKING:
     from eft.client import Client
@@ -135,7 +136,7 @@ def _show(output: Output, found: dict[str, Any]) -> None:
         ("owner", f"{found['owner']} ({found['project']})"),
         ("tags", ", ".join(found["tags"])),
         ("size", size(found["bytes"])),
-        ("created", found["created_at"]),
+        ("created", shown(found["created_at"])),
     ]
     told += [
         (name, f"{value:.4g}") for name, value in (found["evaluation"] or {}).items() if isinstance(value, int | float)
