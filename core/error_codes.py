@@ -488,6 +488,11 @@ NOTICES: dict[str, Code] = {
         "Raw text has a column that looks like its label.",
         "Map both: `columns: {prompt: text, completion: label}`.",
     ),
+    "no_snapshots": (
+        "The box's memory has no room for snapshots of the run.",
+        "Nothing: checkpoints are written to the disk, and steps wait for them. Free memory, or raise `shm_size` of a "
+        "container.",
+    ),
     "checkpoint_withheld": (
         "An evaluation was worse than `checkpoint.metric_bound`, so no checkpoint is written.",
         "`eft checkpoints list` shows the last one before; go on from it with a lower learning rate.",

@@ -38,6 +38,7 @@ from core.spec.run.orders import (
     SessionOrder,
 )
 from core.spec.settled import method_of
+from core.storage.checkpoints import Snapshots
 from core.storage.layout import Layout
 from core.tools import ToolSet
 
@@ -132,7 +133,12 @@ def _rewards(spec: JobSpec) -> Sequence[RewardArm]:
 
 
 def run_order(
-    claim: Claim, settings: Settings, layout: Layout, held_at: float, selftest: Verdict | None = None
+    claim: Claim,
+    settings: Settings,
+    layout: Layout,
+    held_at: float,
+    selftest: Verdict | None = None,
+    snapshots: Snapshots | None = None,
 ) -> RunOrder:
     """`selftest`: what is known of the slot's device. Raises ModelGone, or another EftError for data that is not there
     or not allowed."""
@@ -179,7 +185,8 @@ def run_order(
         lineage=claim.lineage or [],
         train=train,
         eval=held_out,
-        resume_from=[str(folder) for folder in _earlier(claim, layout)],
+        resume_from=[str(folder) for folder in _earlier(claim, layout, snapshots)],
+        memory_dir=_memory_dir(claim, snapshots),
         resume_point=resume_point(claim, layout),
         cache_dir=str(layout.cache),
         lm_eval_tasks=None if settings.lm_eval_tasks is None else str(settings.lm_eval_tasks.absolute()),
@@ -322,13 +329,20 @@ def resume_point(claim: Claim, layout: Layout) -> ResumePoint | None:
     return ResumePoint(job=named["job"], folder=str(folder), sha256=named["sha256"], changed=named["changed"])
 
 
-def _earlier(claim: Claim, layout: Layout) -> list[Path]:
+def _memory_dir(claim: Claim, snapshots: Snapshots | None) -> str | None:
+    if snapshots is None or claim.kind != Kind.TRAIN:
+        return None
+    return str(snapshots.attempt(claim.token.job_id, claim.token.attempt))
+
+
+def _earlier(claim: Claim, layout: Layout, snapshots: Snapshots | None) -> list[Path]:
     """Run folders of earlier attempts, and of the jobs this one is a retry of, that hold checkpoints or scores of
-    endpoints; newest first."""
+    endpoints; newest first. Before them: snapshots in memory, for which the disk had no room."""
+    left = [] if snapshots is None else snapshots.left(claim.token.job_id)
     runs = [(claim.token.job_id, claim.token.attempt - 1)]
     runs += [(one["job"], one["attempts"]) for one in reversed(claim.resume_from) if "attempts" in one]
     folders = (layout.attempt(job_id, n) for job_id, attempts in runs for n in range(attempts, 0, -1))
-    return [
+    return left + [
         folder
         for folder in folders
         if any(path.is_dir() and any(path.iterdir()) for path in (folder / CHECKPOINTS, folder / SCORES))

@@ -71,10 +71,15 @@ class Settings(SettingFields):
             expanded_path(value)
         return value
 
-    @field_validator("tracking_dir", "lm_eval_tasks", "reward_tokens")
+    @field_validator("tracking_dir", "lm_eval_tasks", "reward_tokens", "snapshots")
     @classmethod
     def _expanded(cls, value: Path | None) -> Path | None:
         return None if value is None else expanded_path(value)
+
+    @field_validator("snapshots", mode="before")
+    @classmethod
+    def _no_snapshots(cls, value: Any) -> Any:
+        return value or None
 
     @field_validator("database_url")
     @classmethod

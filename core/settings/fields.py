@@ -83,6 +83,9 @@ class SettingFields(BaseSettings):
     memory_check: bool = True
     """Reject jobs that fit no node according to their memory plan (docs/plans.md), and claim jobs only where they fit.
     A plan is an estimate: `false` lets jobs try. Use the same value for the API and all workers."""
+    snapshots: Path | None = Path("/dev/shm")  # noqa: S108 -- its folder there is made and checked by Snapshots.open
+    """Folder in memory (tmpfs) for the snapshots of trainers (docs/checkpoints.md). Empty: none, and steps wait until
+    their checkpoints are on the disk."""
     node_labels: NameList = ()
     """Labels of this box (comma-separated) that jobs can require: `resources.requirements.labels`."""
     fairshare_half_life_hours: Seconds = 168.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from core.train.base import disk
 from core.train.base.async_metrics import AsyncMetrics, Timestamp, seconds_between, timestamp
 from core.train.base.stop import StopRequested
 from core.train.checkpoint import store
+from core.train.checkpoint.saving import Saver
 from core.train.data.loaders import StepBatches, StepLoader
 from core.train.engine import REMEDY, Diverged, Engine
 from core.train.evaluation.curvature import estimate_curvature
@@ -82,9 +83,11 @@ class Loop:
     _recent: list[float] = field(default_factory=list, init=False)
     _eval_seconds: float = field(default=0.0, init=False)
     _metrics: AsyncMetrics[StepRecord] = field(init=False)
+    _saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
         self._metrics = AsyncMetrics(self.engine.device)
+        self._saver = Saver(self.run, self.engine, self._written)
 
     @property
     def evaluation(self) -> HeldOut | NoEvaluation:
@@ -113,11 +116,11 @@ class Loop:
             self.run.phase("training")
             while engine.steps < self.total_steps and not self.stopped_early:
                 self._step()
-                due = engine.steps < self.total_steps and engine.steps % self.run.spec.checkpoint.save_steps == 0
-                if due and not self._out_of_bounds():
-                    self.save()
+                if engine.steps < self.total_steps:
+                    self._maybe_save()
                 self._maybe_evaluate()
             self._settle()
+            self._saver.finish()
             self._tell_end()
         except StopRequested:
             self.save()
@@ -154,47 +157,30 @@ class Loop:
             self.run.notice("checkpoint_withheld", f"{words}: no checkpoint is written until it is better again")
         return True
 
+    def _maybe_save(self) -> None:
+        """A checkpoint, or a snapshot in memory, where one is due after this step."""
+        self._saver.poll()
+        lasting = self.engine.steps % self.run.spec.checkpoint.save_steps == 0
+        if (self._saver.due() or lasting) and not self._out_of_bounds():
+            self._settle()
+            self._saver.save(lasting=lasting)
+
     def save(self) -> None:
-        """Write a checkpoint of this very moment, then drop those that are too old. Raises NoSpace with its size, and
+        """Write a checkpoint of this very moment, and wait until it is on the disk. Raises NoSpace with its size, and
         Diverged in place of keeping what is no good."""
         self._settle()
-        engine, ranks, root = self.engine, self.engine.ranks, self.run.folder / CHECKPOINTS
-        engine.assert_in_sync()
-        if ranks.first:
-            self._save(root)
-        else:
-            engine.save_rank(Path(ranks.broadcast("")))
-            ranks.barrier()
-        ranks.barrier()  # a rank that leaves now leaves a whole checkpoint behind
+        self._saver.save(lasting=True)
+        self._saver.finish()
 
-    def _save(self, root: Path) -> None:
-        """Write the first rank's part; the others put theirs into the same folder before it is sealed."""
-        engine, ranks = self.engine, self.engine.ranks
-
-        def fill(aside: Path) -> None:
-            ranks.broadcast(str(aside))
-            engine.save(aside)
-            ranks.barrier()
-
-        path = self._write(store.name_for(root, engine.steps, engine.micro_steps), fill, engine.checkpoint_bytes())
-        keep = self.run.spec.checkpoint
+    def _written(self, path: Path, step: int, micro: int) -> None:
+        """A checkpoint is on the disk: drop those that are too old, and tell."""
+        root, keep = path.parent, self.run.spec.checkpoint
         best = best_steps(self.state.evaluations, self.evaluation, self.stage)
         store.prune(root, keep.keep_last, best, keep.keep_best, keep.keep_hourly)
         if isinstance(self.evaluation, HeldOut):
             kept = [found.step for found in store.newest_first([root])]
             store.prune_best(root, needed(self.state.evaluations, self.evaluation, self.stage, kept))
-        self.run.events.write(
-            "checkpoint", step=engine.steps, micro_step=engine.micro_steps, path=f"{CHECKPOINTS}/{path.name}"
-        )
-
-    def _write(self, name: str, fill: Callable[[Path], None], needs: int) -> Path:
-        disk.check_room(self.run.folder, needs)
-        try:
-            return store.write(self.run.folder / CHECKPOINTS, name, fill)
-        except Exception as error:
-            if not disk.disk_full(error):
-                raise
-            raise disk.no_room_for_checkpoint(needs, str(error)) from error
+        self.run.events.write("checkpoint", step=step, micro_step=micro, path=f"{CHECKPOINTS}/{path.name}")
 
     # --- one optimizer step --------------------------------------------------------------------------
 
@@ -213,6 +199,7 @@ class Loop:
             if self._asked:
                 self._leave(part, started)
             self.run.events.alive()
+            self._saver.poll()
             batch = batch_of()
             estimate_curvature(engine, batch)
             loss = engine.forward(batch, self.stage.loss, totals)
@@ -428,7 +415,9 @@ class Loop:
             name = best_name(engine.steps)
             if (left := self.run.folder / CHECKPOINTS / name).exists():  # by a process that died before its checkpoint
                 store.discard(left)
-            self._write(name, engine.save_weights, engine.weight_bytes())
+            needs = engine.weight_bytes()
+            disk.check_room(self.run.folder, needs)
+            self._saver.to_disk(lambda: store.write(self.run.folder / CHECKPOINTS, name, engine.save_weights), needs)
 
     def _tell_end(self) -> None:
         if isinstance(self.evaluation, NoEvaluation) or not self.stopped_early:

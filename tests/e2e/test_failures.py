@@ -181,6 +181,6 @@ def test_a_full_disk_waits_and_goes_on(service: Service, models: Path, file: str
     service.client.post(f"/jobs/{job_id}/cancel")
     service.wait(job_id, "cancelled")
     (resumed,) = [event["data"] for event in events_of(service, job_id) if event["type"] == "resumed"]
-    assert resumed["step"] == newest
+    assert resumed["step"] >= newest, "a snapshot in memory may be further"
     curve = steps(service, job_id)
     assert curve == list(range(1, len(curve) + 1)) and len(curve) > done

@@ -73,7 +73,7 @@ def test_a_rank_is_killed_and_the_job_goes_on(service: Service, models: Path) ->
     newest = told_in(folder, "checkpoint")[-1]
     assert not list((folder / "checkpoints").glob("tmp-*")) and not list(folder.glob("ranks-*"))
     (resumed,) = told_in(folder.with_name("attempt-3"), "resumed")
-    assert resumed["step"] == newest["step"]
+    assert resumed["step"] >= newest["step"], "a snapshot in memory may be further"
     metrics = service.client.get(f"/jobs/{job_id}/metrics").json()
     assert [step for step, _ in metrics["loss"]] == list(range(1, STEPS + 1))
     assert {"memory_bytes_rank_0", "memory_bytes_rank_1"} <= metrics.keys()

@@ -3,8 +3,8 @@
 A seed decides everything: which faults meet a run of LoRA with dropout, when, and where. Attempts are forked from this
 process, which has imported everything and computed nothing. A fault of a process is a SIGKILL before any operation on a
 file, or at any moment; a full disk is the kernel's limit on the size of files. A fault of the disk meets a checkpoint
-between two attempts: a torn file, a flipped bit, a file that is gone, a truncated manifest. After its faults the run is
-left to its end.
+or a snapshot in memory between two attempts: a torn file, a flipped bit, a file that is gone, a truncated manifest.
+Snapshots are brought to the disk, or left for the next attempt. After its faults the run is left to its end.
 
 For each seed a line of JSON: the faults, and what is wrong (None: nothing). Nothing is wrong when the final weights are
 those of the undisturbed run to the bit, and no attempt continued from a checkpoint that a fault had met.
@@ -29,6 +29,7 @@ import core.train.recipe
 from core.spec.run.checkpoint_names import progress_of
 from core.spec.run.exit_codes import EXIT_NO_SPACE, EXIT_OK
 from core.spec.run.manifest import MANIFEST
+from core.storage.checkpoints import Snapshots
 from tests.support.trainer import events, pairs, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
@@ -41,7 +42,7 @@ AXES: dict[str, Any] = {
         "precision": "bf16",
         "max_length": 64,
     },
-    "checkpoint": {"save_steps": 1, "keep_last": 3},
+    "checkpoint": {"save_steps": 2, "keep_last": 3, "memory_steps": 1},
 }
 OF_PROCESS = ("killed at an operation", "killed at a moment", "full disk")
 OF_DISK = ("torn file", "flipped bit", "file gone", "manifest truncated")
@@ -56,10 +57,13 @@ def disturbed(model: Path, folder: Path, seed: int) -> tuple[list[str], str | No
     told: list[str] = []
     met: set[Path] = set()
     attempts: list[Path] = []
+    job, snapshots = f"job-{seed}", Snapshots(folder / "memory", folder)
     left = [draw.choice(OF_PROCESS) for _ in range(draw.randint(1, 3))]
     while len(attempts) < MOST_ATTEMPTS:
         number = len(attempts) + 1
-        run_dir = write_run(folder / f"{seed}-{number}", model, rows, resume_from=attempts[::-1], **AXES)
+        run_dir, memory = folder / job / f"attempt-{number}", snapshots.attempt(job, number)
+        earlier = snapshots.left(job) + attempts[::-1]
+        write_run(run_dir, model, rows, resume_from=earlier, memory_dir=memory, **AXES)
         attempts.append(run_dir)
         fault = left.pop(0) if left else None
         code = forked(run_dir, None if fault is None else prepared(fault, draw, run_dir))
@@ -74,9 +78,18 @@ def disturbed(model: Path, folder: Path, seed: int) -> tuple[list[str], str | No
             return told, f"attempt {number} ended with {code}: {events(run_dir)[-1:]}"
         if code not in (-signal.SIGKILL, EXIT_NO_SPACE):
             return told, f"attempt {number} ended with {code} after: {fault}"
-        if draw.random() < 0.7 and (kind := damaged(draw, attempts, met)) is not None:
+        if draw.random() < 0.7 and (kind := damaged(draw, [*attempts, *snapshots.left(job)], met)) is not None:
             told.append(kind)
+        if draw.random() < 0.5:
+            bring_down(snapshots, job, run_dir)
     return told, f"no end after {MOST_ATTEMPTS} attempts"
+
+
+def bring_down(snapshots: Snapshots, job: str, run_dir: Path) -> None:
+    """What a worker does when an attempt has ended. Otherwise the next attempt finds the snapshots in memory."""
+    for aside in (run_dir / "checkpoints").glob("tmp-*"):
+        shutil.rmtree(aside)
+    snapshots.bring_down(job, run_dir)
 
 
 def prepared(fault: str, draw: random.Random, run_dir: Path) -> Callable[[], None]:
@@ -164,9 +177,9 @@ def main() -> int:
         faults, wrong = disturbed(model, folder, seed)
         print(json.dumps({"seed": seed, "faults": faults, "wrong": wrong}), flush=True)
         bad += wrong is not None
-        for left in folder.glob(f"{seed}-*"):
-            if wrong is None:
-                shutil.rmtree(left)
+        if wrong is None:
+            shutil.rmtree(folder / f"job-{seed}")
+            Snapshots(folder / "memory", folder).forget(f"job-{seed}")
     return int(bad > 0)
 
 

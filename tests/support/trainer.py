@@ -51,6 +51,7 @@ def write_run(
     resume_from: list[Path] | None = None,
     fence_seconds: float | None = None,
     cache_dir: Path | None = None,
+    memory_dir: Path | None = None,
     **axes: Any,
 ) -> Path:
     """A run folder with its order; `axes` are fields of the job. Rows are rendered as PLAIN says,
@@ -69,6 +70,7 @@ def write_run(
         eval=held_rows,
         resume_from=[str(folder) for folder in resume_from or []],
         cache_dir=str(cache_dir) if cache_dir else None,
+        memory_dir=str(memory_dir) if memory_dir else None,
         fence_seconds=fence_seconds,
         world_size=spec.resources.gpus,
     )

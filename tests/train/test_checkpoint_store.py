@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from core.storage.checkpoints import name_for
 from core.train.checkpoint import store
 
 
@@ -23,7 +24,7 @@ def fill(folder: Path) -> None:
 def test_newest_first_over_folders(tmp_path: Path) -> None:
     own, old = tmp_path / "own", tmp_path / "old"
     for root, step, micro in ((own, 5, 0), (old, 5, 2), (old, 5, 0), (old, 12, 0)):
-        store.write(root, store.name_for(root, step, micro), fill)
+        store.write(root, name_for(root, step, micro), fill)
     (own / "tmp-step-00000099-1").mkdir()
     (own / "bad-step-00000098").mkdir()
     found = store.newest_first([own, old, tmp_path / "missing"])
@@ -38,7 +39,7 @@ def test_newest_first_over_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add", "manifest", "no manifest"])
 def test_damage_is_found_and_quarantined(tmp_path: Path, damage: str) -> None:
-    path = store.write(tmp_path, store.name_for(tmp_path, 1, 0), fill)
+    path = store.write(tmp_path, name_for(tmp_path, 1, 0), fill)
     match damage:
         case "flip":
             (path / "a.weights").write_bytes(b"Weights")
@@ -58,14 +59,14 @@ def test_damage_is_found_and_quarantined(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_failing_write_leaves_the_old_ones(tmp_path: Path) -> None:
-    store.write(tmp_path, store.name_for(tmp_path, 1, 0), fill)
+    store.write(tmp_path, name_for(tmp_path, 1, 0), fill)
 
     def disk_full(folder: Path) -> None:
         fill(folder)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        store.write(tmp_path, store.name_for(tmp_path, 2, 0), disk_full)
+        store.write(tmp_path, name_for(tmp_path, 2, 0), disk_full)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -85,14 +86,14 @@ def test_a_torn_file_never_becomes_a_checkpoint(tmp_path: Path, name: str) -> No
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
-        store.write(tmp_path, store.name_for(tmp_path, step, 0), fill)
+        store.write(tmp_path, name_for(tmp_path, step, 0), fill)
     store.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
 def test_a_later_version_takes_the_place_of_one_of_the_same_progress(tmp_path: Path) -> None:
     for step, content in ((2, b"two"), (4, b"four"), (4, b"four, later")):
-        store.write(tmp_path, store.name_for(tmp_path, step, 0), filled(content))
+        store.write(tmp_path, name_for(tmp_path, step, 0), filled(content))
     assert [found.path.name for found in store.newest_first([tmp_path])] == [
         "step-00000004-v2", "step-00000004", "step-00000002",
     ]  # fmt: skip
@@ -137,7 +138,7 @@ def test_a_kill_at_any_point_of_a_second_save_of_a_step_loses_nothing(tmp_path: 
     """A stop request right after a periodic save writes the same step once more."""
 
     def save(root: Path, step: int, content: bytes) -> None:
-        store.write(root, store.name_for(root, step, 0), filled(content))
+        store.write(root, name_for(root, step, 0), filled(content))
         store.prune(root, keep_last)
 
     point, seen = 1, set[bytes]()

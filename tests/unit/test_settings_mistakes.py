@@ -31,7 +31,17 @@ BAD: dict[str, tuple[str, ...]] = {
 KINDS: dict[str, str] = {
     **dict.fromkeys(("database_url", "broker_url", "public_url", "s3_endpoint", "otlp_endpoint"), "url"),
     **dict.fromkeys(
-        ("data", "work", "log_file", "model_roots", "data_roots", "tracking_dir", "lm_eval_tasks", "reward_tokens"),
+        (
+            "data",
+            "work",
+            "log_file",
+            "model_roots",
+            "data_roots",
+            "tracking_dir",
+            "lm_eval_tasks",
+            "reward_tokens",
+            "snapshots",
+        ),
         "path",
     ),
     **dict.fromkeys(("host", "node"), "name"),

@@ -27,6 +27,7 @@ from core.jobs.policies import nodes
 from core.jobs.policies.budget import Budget
 from core.settings import Settings
 from core.storage.bucket import Bucket
+from core.storage.checkpoints import Snapshots
 from core.storage.layout import Layout
 from core.storage.open import open_store
 from worker.agent.claim_loop import ClaimLoop
@@ -92,6 +93,12 @@ class Agent:
             raise
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(train_slots)))
         self.site = WorkerContext(settings, database, layout, settings.node, gpus, threads)
+        if settings.snapshots is not None:
+            snapshots = Snapshots(settings.snapshots, layout.root)
+            if (why_not := snapshots.open()) is None:
+                self.site.snapshots = snapshots
+            else:
+                self.notes.append(f"trainers leave no snapshots in memory: {why_not} (EFT_SNAPSHOTS)")
         if isinstance(store, Bucket):
             self.site.copies = LocalCache(store, layout, settings.work_bytes, settings.min_free_bytes)
         devices = [
@@ -120,7 +127,9 @@ class Agent:
     def start(self, publish: Callable[[str], None], backlog: Callable[[], int]) -> None:
         """Take the box over. `publish` rings the workers' bell, `backlog` counts rings that nobody has heard yet."""
         database, name = self.site.database, self.settings.node
-        node.clear_orphans(database, self.site.layout, name, self.worker, node.loss_policy(self.settings))
+        node.clear_orphans(
+            database, self.site.layout, name, self.worker, node.loss_policy(self.settings), self.site.snapshots
+        )
         self._others.look()
         self._figures.look()
         with database.write() as session:

@@ -23,7 +23,7 @@ from core.jobs.kinds import CHILDREN, Kind
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, RetryPolicy, Succeeded, finish
-from core.spec.run.folder import LOG_FILE
+from core.spec.run.folder import CHECKPOINTS, LOG_FILE
 from core.storage.store import StoreAway
 from worker import leftovers, orders, processes
 from worker.attempt import outcome
@@ -143,6 +143,7 @@ class AttemptRunner:
             weights = self.claim.slot.kind != "preview"
             found = orders.with_shape(result.result, weights=weights)
             result = replace(result, result=orders.portable(found, self.site.layout))
+        self._settle_snapshots(result)
         try:
             published = self._publish(result)
         except Exception as error:
@@ -153,6 +154,18 @@ class AttemptRunner:
             return result, code
         log.warning("%s: its results are not complete in the data root; left to its lease", self.claim.label)
         return None
+
+    def _settle_snapshots(self, result: Outcome) -> None:
+        """What a trainer has left in memory: onto the disk, if it is further than its checkpoints there."""
+        snapshots, job_id = self.site.snapshots, self.token.job_id
+        if snapshots is None or self.claim.kind != Kind.TRAIN:
+            return
+        if self.lost.is_set():
+            snapshots.forget(job_id, self.token.attempt)  # this box may be at the next one already
+        elif isinstance(result, Succeeded):
+            snapshots.forget(job_id)
+        elif (name := snapshots.bring_down(job_id, self.folder)) is not None and self._events.publisher is not None:
+            self._events.publisher.checkpoint(f"{CHECKPOINTS}/{name}")
 
     def _last_words(self) -> str:
         """The end of its log."""
@@ -205,7 +218,8 @@ class AttemptRunner:
             elif self.claim.kind == Kind.SESSION:
                 write_order(self.folder, orders.session_order(self.claim, settings, layout, self._held_at, verdict))
             else:
-                write_order(self.folder, orders.run_order(self.claim, settings, layout, self._held_at, verdict))
+                order = orders.run_order(self.claim, settings, layout, self._held_at, verdict, self.site.snapshots)
+                write_order(self.folder, order)
             environment = child_environment(
                 self.claim.kind,
                 gpu=gpus[0] if gpus else None,

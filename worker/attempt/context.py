@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from core.db.engine import Database
 from core.hardware.discover import Gpu
 from core.settings import Settings
+from core.storage.checkpoints import Snapshots
 from core.storage.layout import Layout
 from worker.attempt.standby import StandbyTrainers
 from worker.gpus.gpu_memory import Quarantine
@@ -49,6 +50,8 @@ class WorkerContext:
     """What is known of the devices of its slots."""
     figures: GpuStats | None = None
     """What the GPUs do at this moment."""
+    snapshots: Snapshots | None = None
+    """Where trainers leave snapshots in memory; None: nowhere."""
     copies: LocalCache | None = None
     """What this box has of a data root that is an object store; None: the data root is a folder."""
     room: Callable[[], int | None] = lambda: None

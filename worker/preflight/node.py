@@ -15,9 +15,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Attempt, Job
+from core.jobs.base.states import Status
 from core.jobs.lifecycle import lease_expiry
 from core.jobs.lifecycle.lease_expiry import LossPolicy
 from core.settings import Settings
+from core.storage.checkpoints import Snapshots
 from core.storage.layout import Layout
 from worker import leftovers, processes
 
@@ -89,8 +91,11 @@ def loss_policy(settings: Settings) -> LossPolicy:
     return LossPolicy(settings.max_lost_workers, settings.retry_backoff_seconds)
 
 
-def clear_orphans(database: Database, layout: Layout, node: str, worker: str, policy: LossPolicy) -> int:
-    """End what an earlier worker of this node left running, and hand its jobs back. Returns how many.
+def clear_orphans(
+    database: Database, layout: Layout, node: str, worker: str, policy: LossPolicy, snapshots: Snapshots | None = None
+) -> int:
+    """End what an earlier worker of this node left running, bring the snapshots of its trainers to the disk, and hand
+    its jobs back. Returns how many.
 
     The node's lock is held, so that worker is gone. Its children end by themselves when it goes; here we see to it.
     """
@@ -99,6 +104,8 @@ def clear_orphans(database: Database, layout: Layout, node: str, worker: str, po
     for job, attempt in left:
         _end_processes(attempt, layout.attempt(job.id, attempt.attempt))
         leftovers.clear(layout.attempt(job.id, attempt.attempt))
+        if snapshots is not None and snapshots.left(job.id):
+            snapshots.bring_down(job.id, layout.attempt(job.id, attempt.attempt))
         with database.write() as session:
             again = session.execute(
                 select(Job)
@@ -108,7 +115,18 @@ def clear_orphans(database: Database, layout: Layout, node: str, worker: str, po
             if again is not None:
                 lease_expiry.lose(session, again, f"the worker on {node} ended without handing it back", policy)
                 log.warning("%s: handed back; the previous worker of this node left it", job.id)
+    if snapshots is not None:
+        _free_memory(database, snapshots)
     return len(left)
+
+
+def _free_memory(database: Database, snapshots: Snapshots) -> None:
+    """Snapshots that no attempt goes on from, of jobs that have ended or that another box has."""
+    with database.read() as session:
+        for job_id in snapshots.jobs():
+            job = session.get(Job, job_id)
+            if job is None or job.status != Status.QUEUED or not snapshots.attempt(job_id, job.attempt).is_dir():
+                snapshots.forget(job_id)
 
 
 def _end_processes(attempt: Attempt, folder: Path) -> None:

@@ -143,6 +143,9 @@ class DiskCheckpoints(SpecModel):
     type: Literal["disk"] = "disk"
     save_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 50
     """Optimizer steps between checkpoints; one more is written at every stop request."""
+    memory_steps: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] | None = "auto"
+    """Optimizer steps between snapshots in the box's memory, which outlive the trainer. `auto`: as many as cost at most
+    2 % of the training time. Null: none."""
     keep_last: Annotated[int, Field(ge=1, le=100)] = 2
     """Number of complete checkpoints kept while the job runs."""
     keep_best: Annotated[int, Field(ge=0, le=100)] = 0

@@ -125,6 +125,9 @@ class RunOrder(SpecModel):
     eval: DataOrder | None = None
     resume_from: list[str] = Field(default_factory=list)
     """Folders of earlier attempts whose checkpoints may be gone on from, newest first."""
+    memory_dir: str | None = None
+    """Folder in the box's memory for snapshots and for checkpoints on their way to the disk; null: a step waits until
+    its checkpoint is on the disk."""
     resume_point: ResumePoint | None = None
     """Where the run begins as long as none of them has a checkpoint; null: at step 0."""
     cache_dir: str | None = None

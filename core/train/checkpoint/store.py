@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from core import removal
 from core.base.files import sha256, sync
-from core.spec.run.checkpoint_names import Progress, best_step, checkpoint_name, progress_of, superseded
+from core.spec.run.checkpoint_names import Progress, best_step, progress_of, superseded
 from core.spec.run.folder import UNFINISHED
 from core.spec.run.manifest import MANIFEST
 from core.train.checkpoint.keep import Written, kept
@@ -33,18 +33,15 @@ class FoundCheckpoint:
     micro: int
 
 
-def name_for(root: Path, step: int, micro: int) -> str:
-    """Folder name of the next checkpoint below `root` after `step` optimizer steps and `micro` backward passes of the
-    next step. It is a later version of one that is there already, which stays until the new one is whole."""
-    there = (progress_of(path.name) for path in root.iterdir()) if root.is_dir() else ()
-    versions = [one.version for one in there if one is not None and (one.step, one.micro) == (step, micro)]
-    return checkpoint_name(Progress(step, micro, max(versions, default=0) + 1))
-
-
 def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
     """Make checkpoint `name` below `root` from what `fill` writes into a folder. OSError when the disk refuses, and
     Unreadable when what was written cannot be opened again: then nothing complete has appeared and the older
     checkpoints are untouched. FileExistsError when there is one of that name: a checkpoint is never replaced."""
+    return complete(begin(root, name, fill), name)
+
+
+def begin(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
+    """The first part of `write`: the folder aside, with what `fill` wrote into it."""
     root.mkdir(parents=True, exist_ok=True)
     if (root / name).exists():
         raise FileExistsError(f"there is a checkpoint {name} in {root} already")
@@ -54,16 +51,28 @@ def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
     aside.mkdir()
     try:
         fill(aside)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return aside
+
+
+def complete(aside: Path, name: str, *, lasting: bool = True) -> Path:
+    """The second part of `write`, which needs no tensor: it may run beside the next steps. `lasting`: on a disk, and
+    not in memory, which a power cut empties anyway."""
+    root = aside.parent
+    try:
         files = sorted(path for path in aside.iterdir())
         for path in files:
             _open_again(path)
         manifest = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}
         (aside / MANIFEST).write_text(json.dumps({"files": manifest}, indent=1), encoding="utf-8")
-        for path in [*files, aside / MANIFEST, aside]:
+        for path in [*files, aside / MANIFEST, aside] if lasting else []:
             sync(path)
         final = root / name
         aside.rename(final)
-        sync(root)
+        if lasting:
+            sync(root)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

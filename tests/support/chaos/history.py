@@ -220,6 +220,8 @@ def gather_files(history: History, data: Path) -> None:
             continue  # the cache of models keeps an empty folder for work in progress
         if path.name.startswith(TEMPORARY) or path.name.endswith(TEMPORARY):
             history.left.append(f"left on the disk: {path.relative_to(data)}")
+    memory = [path for job in history.jobs for path in Path("/dev/shm").glob(f"eft-*/{job}")]
+    history.left += [f"left in memory: {path}" for path in memory]
 
 
 def _folder(path: Path) -> Folder:
