@@ -82,7 +82,7 @@ COPY --from=build-api /opt/eft/venv /opt/eft/venv
 COPY api ./api
 RUN python -m compileall -q .
 # All that it needs is there, and PyTorch is not.
-RUN python -c 'import api.__main__, pyarrow.parquet, importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is not None)'
+RUN python -c 'import api.server, pyarrow.parquet, importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is not None)'
 LABEL org.opencontainers.image.title="eft API"
 ENV EFT_HOST=0.0.0.0
 EXPOSE 8321

@@ -82,7 +82,7 @@ async def only_known_parameters(request: Request) -> None:
 
 
 def address_of(request: Request) -> str:
-    """Address of the client; behind a trusted proxy, the address that the proxy reports (`api/__main__.py`)."""
+    """Address of the client; behind a trusted proxy, the address that the proxy reports (`api/server.py`)."""
     return request.client.host if request.client is not None else "local"
 
 

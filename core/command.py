@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sqlite3
 import sys
@@ -24,6 +25,7 @@ EXIT_INTERRUPTED = 130
 def run(name: str, main: Callable[[], int | None]) -> NoReturn:
     """Ends the process as `main` says. What it could not know of beforehand (a setting, the database, a path, Ctrl-C)
     is printed as `NAME: words` on stderr; any other exception is a defect, and shows its traceback."""
+    gc.freeze()  # all that is imported stays: it is not looked through for garbage, now or at the end
     try:
         status = main() or 0
     except SettingsError as error:
