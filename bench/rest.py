@@ -1,6 +1,7 @@
 """What the service takes while nothing is to be done: `python -m bench.rest [--seconds S]`.
 
-Memory (proportional set size) and processor time of each process of `eft up`, with and without a spare trainer.
+Memory (proportional set size) and processor time of each process of `eft up`, with and without a spare trainer, or a
+fork server.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 from bench.report import finish, hardware
 from bench.server import cpu_seconds, memory_mib
 from tests.support.service import Service, wait_for
-from worker import processes
 
 SETTLE_SECONDS = 10.0
 
@@ -28,7 +28,7 @@ def at_rest(folder: Path, spare: bool, seconds: float) -> dict[str, tuple[float,
     try:
         pids: dict[str, int] = dict(service.note()["pids"])
         if spare:
-            pids["spare"] = wait_for(lambda: _spare(pids["worker"]), 120, "the spare")
+            (pids["spare"],) = wait_for(service.spares, 120, "the spare")
             logs = [folder / "up.log", *(service.data / "logs").glob("*.log")]
             wait_for(lambda: any("is ready" in log.read_text(errors="replace") for log in logs), 120, "the spare")
         time.sleep(SETTLE_SECONDS)
@@ -39,19 +39,6 @@ def at_rest(folder: Path, spare: bool, seconds: float) -> dict[str, tuple[float,
         }
     finally:
         service.stop()
-
-
-def _spare(worker: int) -> int | None:
-    """The worker's child that has no run yet."""
-    for process in processes.everyone():
-        path = Path(f"/proc/{process.pid}")
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == worker and b"core.train.entry.standby" in (path / "cmdline").read_bytes():
-                return process.pid
-        except FileNotFoundError:
-            continue  # it has just ended
-    return None
 
 
 def main() -> None:

@@ -2,13 +2,17 @@
 
 Two whole services on this machine, one that keeps a spare trainer and one that does not (EFT_SPARE=0), get the same
 job in turn. The clock runs from before the POST is sent to the first line of the trainer's events.jsonl, and to its
-first training step; the model (0.2 million weights) is on the data root already. The spare is ready before each POST.
+first training step; the model (0.2 million weights) is on the data root already. The spare, or the fork server of a
+box without GPUs, is ready before each POST; the other service's fork server is ended before each POST.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import signal
 import statistics
 import tempfile
 import time
@@ -18,8 +22,6 @@ from typing import Any
 from bench.report import compare, finish, show
 from tests.support.service import Service, wait_for
 from tests.support.tiny_model import make
-
-READY = "spare trainer"
 
 
 class Site:
@@ -51,7 +53,10 @@ class Site:
     def run(self) -> dict[str, float]:
         """Seconds from the POST to each stage of one job."""
         if self.spare:
-            wait_for(lambda: self.spares() > self.jobs, 120, "a spare trainer")
+            wait_for(self.ready, 120, "a spare trainer or a fork server")
+        else:
+            for pid in self.service.spares():
+                os.kill(pid, signal.SIGKILL)
         began = time.time()
         job_id = self.service.submit(self.spec)
         posted = time.time()
@@ -71,10 +76,11 @@ class Site:
             "step": step - began,
         }
 
-    def spares(self) -> int:
-        """How often a spare has become ready."""
+    def ready(self) -> bool:
+        """Whether the next job finds a spare trainer of its own, or the fork server of all."""
         logs = [self.service.folder / "up.log", *(self.service.data / "logs").glob("*.log")]
-        return sum(path.read_text(errors="replace").count(READY) for path in logs)
+        text = "\n".join(path.read_text(errors="replace") for path in logs)
+        return re.search(r"fork server \d+ is ready", text) is not None or text.count("spare trainer") > self.jobs
 
 
 def main() -> None:
@@ -95,7 +101,7 @@ def main() -> None:
             for run in range(options.runs):
                 for which in (0, 1) if run % 2 == 0 else (1, 0):
                     if which == 1:  # nobody imports torch beside the cold start
-                        wait_for(lambda: sites[0].spares() > sites[0].jobs, 120, "a spare trainer")
+                        wait_for(sites[0].ready, 120, "a spare trainer or a fork server")
                     figures[which].append(sites[which].run())
         finally:
             for site in sites:

@@ -240,7 +240,8 @@ class SettingFields(BaseSettings):
     """Delay before the first retry, doubled with each further one, in seconds. Six times as long if a disk is full
     although its free bytes do not show it."""
     spare: bool = True
-    """Keep one standby trainer per node that has imported torch: jobs start seconds sooner for half a GB of memory."""
+    """Keep one process per node that has imported torch, a standby trainer or, without GPUs, a fork server: jobs start
+    seconds sooner for half a GB of memory."""
     hang_seconds_training: Seconds = 1800.0
     """Time without progress after which a training process counts as hung, in seconds: its stacks go to the log, it is
     killed, and the job is retried."""

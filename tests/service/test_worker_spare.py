@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
 from core.spec.run.standby import STANDBY_PADDING
 from core.train.entry.fencing import boottime
 from tests.support import trainer
-from tests.support.service import Service, running, wait_for
+from tests.support.service import wait_for
 from worker import processes
 from worker.attempt.child import Child, spawn
 from worker.attempt.standby import StandbyTrainers
@@ -124,50 +123,6 @@ def test_it_becomes_the_child_of_a_run_and_the_result_is_the_cold_ones_to_the_bi
         [event["type"] for event in trainer.events(folder) if event["type"] != "progress"] for folder in (warm, cold)
     ]
     assert kinds[0] == kinds[1]
-
-
-def spares_of(service: Service) -> list[int]:
-    """The worker's children that have no run."""
-    found = []
-    for process in processes.everyone():
-        path = Path(f"/proc/{process.pid}")
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == service.pid("worker") and b"core.train.entry.standby" in (path / "cmdline").read_bytes():
-                found.append(process.pid)
-    return found
-
-
-@pytest.fixture
-def service(model: Path, tmp_path: Path) -> Iterator[Service]:
-    secrets = {"EFT_API_KEY": "hunter2", "HF_TOKEN": "hunter2", "CUDA_VISIBLE_DEVICES": "-1"}
-    yield from running(tmp_path, {"EFT_SPARE": "1", "EFT_MODEL_ROOTS": str(model.parent), **secrets})
-
-
-def test_a_whole_service_starts_jobs_in_its_spare_and_makes_another(service: Service, model: Path) -> None:
-    rows = trainer.write_rows(service.folder / "rows.jsonl", trainer.pairs(16))
-    training = {"max_steps": 100_000, "per_device_train_batch_size": 2, "max_length": 64}
-    spec = {"model": str(model), "data": service.upload(rows), "training": training}
-
-    def ready(times: int) -> bool:
-        logs = [service.folder / "up.log", *(service.data / "logs").glob("*.log")]
-        return sum(log.read_text(errors="replace").count("is ready") for log in logs) >= times
-
-    wait_for(lambda: ready(1), 200, "a spare", service.log)
-    (spare,) = spares_of(service)
-    seen = environ(spare)
-    assert not [name for name, value in seen.items() if "hunter2" in value or name.startswith("EFT_")]
-    assert len(set(device_mask.ALL) & set(seen)) == 1
-    job_id = service.submit(spec)
-    pids = wait_for(lambda: service.trainers(job_id), 200, "the trainer", lambda: service.describe(job_id))
-    assert pids == [spare]
-    service.wait_for_step(job_id, 1)
-    wait_for(lambda: ready(2), 200, "the next spare", service.log)
-    (following,) = spares_of(service)
-    assert following != spare
-    os.kill(service.pid("worker"), signal.SIGKILL)
-    for pid in (spare, following):
-        wait_for(lambda pid=pid: not (look := processes.look(pid)) or not look.alive, 60, "its end")
 
 
 def test_sigterm_means_checkpoint_and_silence_means_the_end(

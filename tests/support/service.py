@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from tests.support import selftest
+from worker import processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -168,6 +169,16 @@ class Service:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     sessions.add(os.getsid(pid))
         return sorted(sessions)
+
+    def spares(self) -> list[int]:
+        """Children of the worker that have no run: a standby trainer, or a fork server."""
+        found, worker = [], self.pid("worker")
+        for child in processes.everyone():
+            with contextlib.suppress(OSError):  # it has just ended
+                command = Path(f"/proc/{child.pid}/cmdline").read_bytes()
+                if child.parent == worker and child.alive and b"core.train.entry.standby" in command:
+                    found.append(child.pid)
+        return found
 
 
 def wait_for(

@@ -1,1 +1,1 @@
-"""The agent of a box, and its standby trainer."""
+"""The agent of a box, and its standby trainer or fork server."""

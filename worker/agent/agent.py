@@ -33,6 +33,7 @@ from core.storage.open import open_store
 from worker.agent.claim_loop import ClaimLoop
 from worker.agent.leases import Leases
 from worker.attempt.context import DATABASE_AWAY, WorkerContext
+from worker.attempt.fork_server import ForkServer
 from worker.attempt.standby import StandbyTrainers
 from worker.environment import child_environment
 from worker.gpus.foreign_processes import ForeignProcesses
@@ -179,7 +180,9 @@ class Agent:
     def _keep_a_spare(self) -> None:
         """Once it is known with which variables a trainer starts, and whether any may."""
         offered = [slot.id for slot in self._train_slots if self._selftests.offered(slot.id)]
-        if not self.settings.spare or not offered or self.site.spares is not None or self.site.leaving.is_set():
+        if not offered or self.site.spares or self.site.forks or self.site.leaving.is_set():
+            return
+        if self.site.gpus and not self.settings.spare:
             return
         # Of one slot the spare has that slot's own variable; of several it is not known yet which it will get. Where
         # cards differ, or what their self-tests ask for, each job gets its own cold start.
@@ -194,8 +197,12 @@ class Agent:
             arch=arches.pop() if len(arches) == 1 else None,
             cure=cures[0] if all(cure == cures[0] for cure in cures) else None,
         )
-        self.site.spares = StandbyTrainers(environment, self.claims.starting)
-        self._begin("spares", self.site.spares.run)
+        if gpus:
+            self.site.spares = StandbyTrainers(environment, self.claims.starting)
+            self._begin("spares", self.site.spares.run)
+        else:
+            self.site.forks = ForkServer(environment, self.claims.starting, keep=self.settings.spare)
+            self._begin("forks", self.site.forks.run)
 
     def _look_first(self, publish: Callable[[str], None]) -> None:
         """Wake workers for waiting jobs: the previous housekeeper may have died with the last worker."""
@@ -288,8 +295,9 @@ class Agent:
         self.site.abandon.set()
         self._stopped.set()
         self._selftests.stop()
-        if self.site.spares is not None:
-            self.site.spares.stop()
+        for kept in (self.site.spares, self.site.forks):
+            if kept is not None:
+                kept.stop()
         if self._housekeeper is not None:
             self._housekeeper.stop()
         for thread in self._threads:

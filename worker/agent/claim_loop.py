@@ -22,7 +22,7 @@ log = logging.getLogger("eft.worker")
 CLAIM_TRIES = 4
 """Jobs that cannot be claimed, and are put aside, before a slot waits for the next ring."""
 STARTING_SECONDS = 30.0
-"""A job is left alone by the next standby trainer until its first step, or for this long."""
+"""A job is left alone by the next standby trainer or fork server until its first step, or for this long."""
 
 
 class ClaimLoop:

@@ -30,6 +30,7 @@ from worker.attempt import outcome
 from worker.attempt.child import Child, write_order
 from worker.attempt.context import DATABASE_AWAY, RETRY_SECONDS, PatientDatabase, WorkerContext
 from worker.attempt.event_relay import EventRelay
+from worker.attempt.fork_server import ForkServer
 from worker.attempt.serving_bridge import ServingBridge
 from worker.attempt.session_bridge import SessionBridge
 from worker.attempt.tracking import Trackers
@@ -211,6 +212,8 @@ class AttemptRunner:
             verdict = shared([known for slot in slots if (known := selftests.verdict(slot.id)) is not None])
         try:
             self._bring()
+            if (forks := self._forks()) is not None:  # before the order, whose fence counts from now
+                forks.await_ready(self._leaves)
             if self.claim.kind == Kind.PREPARE:
                 write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
             elif self.claim.kind == Kind.SERVING:
@@ -237,7 +240,7 @@ class AttemptRunner:
                 if kind.stream:
                     self.child = self._bridged(kind.module, environment)
                 if self.child is None:
-                    self.child = Child(self.folder, kind.module, environment)
+                    self.child = self._start(kind.module, environment)
         except orders.ModelGone as error:
             raise _Ended(Failed("machine", error.code, error.message, prepare_again=True)) from error
         except EftError as error:
@@ -262,12 +265,26 @@ class AttemptRunner:
         if self._bridge is not None:
             self._bridge.start()
 
+    def _forks(self) -> ForkServer | None:
+        """What forks a child of this kind. One that may use the network has another environment than all others; that
+        of several ranks is their launcher, which imports nothing."""
+        alone = len(self.claim.slots) == 1 and not self._gpus
+        return self.site.forks if alone and not CHILDREN[self.claim.kind].network else None
+
+    def _leaves(self, seconds: float) -> bool:
+        return self.lost.is_set() or self.site.leaving.wait(seconds)
+
+    def _start(self, module: str, environment: Mapping[str, str], stream: socket.socket | None = None) -> Child:
+        forks = self._forks()
+        forked = None if forks is None else forks.fork(self.folder, module, environment, stream)
+        return Child(self.folder, module, environment, stream) if forked is None else forked
+
     def _bridged(self, module: str, environment: Mapping[str, str]) -> Child:
         """A child that operations are passed on to over a socket pair."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                child = Child(self.folder, module, environment, theirs)
+                child = self._start(module, environment, theirs)
         except BaseException:
             ours.close()
             raise

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Protocol
 
 from core import HOME
 from core.base.files import sync
@@ -33,6 +34,11 @@ def write_order(folder: Path, order: SpecModel) -> None:
         os.fsync(file.fileno())
     sync(folder)
     sync(folder.parent)
+
+
+def open_log(folder: Path) -> int:
+    """A descriptor of the log in a run folder, to append to."""
+    return os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def spawn(
@@ -70,6 +76,18 @@ def _start(
     )
 
 
+class Started(Protocol):
+    """A process that this one waits for: what a Child needs of subprocess.Popen."""
+
+    pid: int
+    stdin: IO[bytes] | None
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
 class Child:
     """Safe to use from several threads. Until `reap` the kernel keeps the number, so no signal can go astray.
 
@@ -79,20 +97,20 @@ class Child:
     def __init__(
         self, folder: Path, module: str, environment: Mapping[str, str], stream: socket.socket | None = None
     ) -> None:
-        descriptor = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_log(folder)
         try:
             self._own(spawn(module, str(folder), environment, descriptor, descriptor, stream))
         finally:
             os.close(descriptor)
 
     @classmethod
-    def adopt(cls, process: subprocess.Popen[bytes]) -> Child:
-        """A process of `spawn` that is some run's child from now on (worker/attempt/standby.py)."""
+    def adopt(cls, process: Started) -> Child:
+        """A process that is some run's child from now on (worker/attempt/standby.py)."""
         child = cls.__new__(cls)
         child._own(process)
         return child
 
-    def _own(self, process: subprocess.Popen[bytes]) -> None:
+    def _own(self, process: Started) -> None:
         self._process = process
         self.pid = self._process.pid
         self._lock = threading.Lock()
@@ -144,6 +162,7 @@ class Child:
     def reap(self) -> int:
         """End what is left of the session, wait until nothing of it lives; the exit status (-N: signal N)."""
         if self._reaped:
+            assert self._process.returncode is not None
             return self._process.returncode
         self.kill()
         while not self.exited(30.0) or not processes.end_session(self.pid, 30.0):

@@ -16,6 +16,7 @@ from core.hardware.discover import Gpu
 from core.settings import Settings
 from core.storage.checkpoints import Snapshots
 from core.storage.layout import Layout
+from worker.attempt.fork_server import ForkServer
 from worker.attempt.standby import StandbyTrainers
 from worker.gpus.gpu_memory import Quarantine
 from worker.gpus.gpu_stats import GpuStats
@@ -42,7 +43,9 @@ class WorkerContext:
     threads: int
     """CPU threads of one trainer."""
     spares: StandbyTrainers | None = None
-    """None: every trainer starts cold (EFT_SPARE)."""
+    """None: every trainer on a GPU starts cold (EFT_SPARE)."""
+    forks: ForkServer | None = None
+    """What forks the children of a box without GPUs; None until it may."""
     leaving: threading.Event = field(default_factory=threading.Event)
     quarantine: Quarantine | None = None
     """GPUs that have not given their memory back; None on a box without GPUs."""

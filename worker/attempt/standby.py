@@ -12,8 +12,10 @@ import os
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from core.hardware import device_mask
 from core.spec.run.standby import STANDBY_PADDING, STANDBY_READY, StandbyOrder
@@ -22,18 +24,23 @@ from worker.attempt.child import Child, spawn
 
 log = logging.getLogger("eft.worker")
 
+MODULE = "core.train.entry.standby"
 LOOK_SECONDS = 0.2
 RETRY_SECONDS = 30.0
 """After a spare that ended by itself; doubled with each further one."""
 WORKERS_STDERR = 2
 
 
-class StandbyTrainers:
-    """`take` may be called from any thread. `run` is the thread that spawns: it must outlive what it has spawned,
-    because the kernel tells a child when the *thread* that spawned it ends.
+class ImportedProcess(ABC):
+    """Keeps one process that has imported what a trainer needs, and starts another when it is gone. `run` is the thread
+    that spawns: it must outlive what it has spawned, because the kernel tells a child when the *thread* that spawned it
+    ends.
 
-    `busy` says that a job is starting: a spare would take its processor time away now.
+    `busy` says that a job is starting: the imports would take its processor time away now.
     """
+
+    what: ClassVar[str]
+    """What the log calls it."""
 
     def __init__(self, environment: Mapping[str, str], busy: Callable[[], bool]) -> None:
         self._environment = dict(environment)
@@ -51,10 +58,14 @@ class StandbyTrainers:
                 with self._lock:
                     self._look()
                     wanted = self._spare is None and time.monotonic() >= self._not_before
-                if wanted and not self._busy():
+                if wanted and self._due():
                     self._spawn()
         finally:
+            self._stopped.set()
             self._end()
+
+    def _due(self) -> bool:
+        return not self._busy()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -65,39 +76,13 @@ class StandbyTrainers:
             self._look()
             return self._is_ready()
 
-    def take(self, folder: Path, environment: Mapping[str, str]) -> Child | None:
-        """The spare as the child of the run in `folder`. None, at once, when there is none that fits and is ready."""
-        changes = self._changes(environment)
-        if changes is None or len(os.fsencode(folder)) > STANDBY_PADDING:
-            log.error("the spare trainer cannot become the child of %s; started cold", folder)
-            return None
-        order = StandbyOrder(run_dir=str(folder), environment=changes).model_dump_json().encode() + b"\n"
-        with self._lock:
-            self._look()
-            if not self._is_ready():
-                return None
-            spare, self._spare = self._spare, None
-            assert spare is not None and spare.stdin is not None and spare.stdout is not None
-            try:
-                spare.stdin.write(order)  # shorter than a pipe's room: it goes whole, and does not wait
-            except BrokenPipeError:
-                _reap(spare)
-                return None
-            spare.stdout.close()
-        return Child.adopt(spare)
-
-    def _changes(self, environment: Mapping[str, str]) -> dict[str, str | None] | None:
-        names = sorted({*self._environment, *environment})
-        changes = {
-            name: environment.get(name) for name in names if environment.get(name) != self._environment.get(name)
-        }
-        return changes if set(changes) <= set(device_mask.ALL) else None
+    @abstractmethod
+    def _launch(self) -> subprocess.Popen[bytes]:
+        """Start the process."""
 
     def _spawn(self) -> None:
         try:
-            spare = spawn(
-                "core.train.entry.standby", " " * STANDBY_PADDING, self._environment, subprocess.PIPE, WORKERS_STDERR
-            )
+            spare = self._launch()
         except OSError as error:
             self._failed(f"could not be started: {error}")
             return
@@ -115,11 +100,11 @@ class StandbyTrainers:
         self._told += spare.stdout.read() or b""
         if spare.poll() is not None:
             self._spare = None
-            code = _reap(spare)
+            code = reap(spare)
             self._failed(f"ended with {code}")
         elif self._is_ready():
             self._failures = 0
-            log.info("spare trainer %d is ready", spare.pid)
+            log.info("%s %d is ready", self.what, spare.pid)
 
     def _is_ready(self) -> bool:
         return self._spare is not None and self._told.endswith(STANDBY_READY)
@@ -128,21 +113,58 @@ class StandbyTrainers:
         wait = RETRY_SECONDS * 2 ** min(self._failures, 6)
         self._failures += 1
         self._not_before = time.monotonic() + wait
-        log.error("the spare trainer %s; jobs start cold, next try in %.0f s", why, wait)
+        log.error("the %s %s; jobs start cold, next try in %.0f s", self.what, why, wait)
 
     def _end(self) -> None:
         with self._lock:
             spare, self._spare = self._spare, None
             if spare is not None:
-                _reap(spare)
+                reap(spare)
 
 
-def _reap(spare: subprocess.Popen[bytes]) -> int:
+class StandbyTrainers(ImportedProcess):
+    """The process becomes the child of one run. `take` may be called from any thread."""
+
+    what = "spare trainer"
+
+    def take(self, folder: Path, environment: Mapping[str, str]) -> Child | None:
+        """The spare as the child of the run in `folder`. None, at once, when there is none that fits and is ready."""
+        changes = self._changes(environment)
+        if changes is None or len(os.fsencode(folder)) > STANDBY_PADDING:
+            log.error("the spare trainer cannot become the child of %s; started cold", folder)
+            return None
+        order = StandbyOrder(run_dir=str(folder), environment=changes).model_dump_json().encode() + b"\n"
+        with self._lock:
+            self._look()
+            if not self._is_ready():
+                return None
+            spare, self._spare = self._spare, None
+            assert spare is not None and spare.stdin is not None and spare.stdout is not None
+            try:
+                spare.stdin.write(order)  # shorter than a pipe's room: it goes whole, and does not wait
+            except BrokenPipeError:
+                reap(spare)
+                return None
+            spare.stdout.close()
+        return Child.adopt(spare)
+
+    def _changes(self, environment: Mapping[str, str]) -> dict[str, str | None] | None:
+        names = sorted({*self._environment, *environment})
+        changes = {
+            name: environment.get(name) for name in names if environment.get(name) != self._environment.get(name)
+        }
+        return changes if set(changes) <= set(device_mask.ALL) else None
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        return spawn(MODULE, " " * STANDBY_PADDING, self._environment, subprocess.PIPE, WORKERS_STDERR)
+
+
+def reap(spare: subprocess.Popen[bytes]) -> int:
     """End it, with anything it may have started."""
     if spare.returncode is None:
         processes.kill_session(spare.pid)
     code = spare.wait()
-    assert spare.stdin is not None and spare.stdout is not None
-    spare.stdin.close()
-    spare.stdout.close()
+    for stream in (spare.stdin, spare.stdout):
+        if stream is not None:
+            stream.close()
     return code

@@ -1,8 +1,9 @@
 """`python -m core.train.entry.standby`: a trainer that has imported everything and waits for its run
-(core/spec/run/standby.py).
+(core/spec/run/standby.py). With the number of a socket it stays, and forks a child for each order that comes there.
 
-Importing torch, transformers and peft is nearly all of a cold start. The spare is a process of its own, not a fork of
-one that has imported: a parent that ever ran an OpenMP region leaves its forked children hanging in a futex.
+Importing torch, transformers and peft is nearly all of a cold start. A child that computes on a GPU is a process of its
+own, since a driver does not survive a fork. A child that computes on the CPU is a fork of a process that has imported
+and done nothing else: no parallel region of OpenMP has run in it, which would leave its children hanging in a futex.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import argparse
 import ctypes
 import gc
 import os
+import runpy
+import socket
 import sys
+import time
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from core.hardware import device_mask
-from core.spec.run.exit_codes import EXIT_FENCED
+from core.spec.run.exit_codes import EXIT_FAILED, EXIT_FENCED
 from core.spec.run.folder import LOG_FILE
-from core.spec.run.standby import STANDBY_READY, StandbyOrder
+from core.spec.run.standby import STANDBY_READY, ForkOrder, StandbyOrder
 from core.train import __main__ as trainer
 from core.train.entry.fencing import STDIN, await_order, leave
 
@@ -31,12 +37,15 @@ def main() -> int:
     words = "Import what a trainer needs, and wait for an order on stdin (core/spec/run/standby.py)."
     parser = argparse.ArgumentParser(prog="python -m core.train.entry.standby", description=words)
     parser.add_argument("padding", nargs="?", help="makes room in the command line for the run's folder (_rename)")
-    parser.parse_args()
+    parser.add_argument("fd", nargs="?", type=int, help="number of an inherited socket: fork a child for each order")
+    orders = parser.parse_args().fd
     await_order()
     with trainer.importing():
         imports()
         gc.collect()  # it has the time
     os.write(STDOUT, STANDBY_READY)
+    if orders is not None:
+        serve_forks(socket.socket(fileno=orders))
     line = _read_line()
     if line is None:  # the worker is gone; there is nothing to tidy up, and torch's own goodbye takes a while
         os._exit(EXIT_FENCED)
@@ -49,6 +58,67 @@ def main() -> int:
         os.execv(sys.executable, arguments)  # noqa: S606 -- the same process goes on, with the same stdin
     sys.argv = [trainer.__file__, order.run_dir]
     return trainer.main()
+
+
+def serve_forks(orders: socket.socket) -> NoReturn:
+    """Fork a child for each order until the worker is gone."""
+    while True:
+        message, given, _, _ = socket.recv_fds(orders, 65536, 3, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            os._exit(EXIT_FENCED)
+        pid = _fork_orphan(ForkOrder.model_validate_json(message), given, orders)
+        for descriptor in given:
+            os.close(descriptor)
+        orders.send(str(pid).encode())
+
+
+def _fork_orphan(order: ForkOrder, given: list[int], orders: socket.socket) -> int:
+    """The number of a child whose parent is the worker, 0 where it cannot be forked. The process between this one and
+    the child ends at once, and the worker adopts orphans (core/base/process.py). So the child outlives this process,
+    and the worker waits for it."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        between = os.getpid()
+        try:
+            if (child := os.fork()) != 0:
+                os.write(writer, str(child).encode())
+                os._exit(0)
+        except OSError as error:
+            print(f"a child cannot be forked: {error}", file=sys.stderr, flush=True)
+            os._exit(EXIT_FAILED)
+        os.close(reader)
+        os.close(writer)
+        orders.close()
+        _run_child(order, given, between)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as told:
+        pid = int(told.read() or b"0")
+    os.waitpid(between, 0)
+    return pid
+
+
+def _run_child(order: ForkOrder, given: list[int], between: int) -> NoReturn:
+    """`python -m MODULE RUN_DIR [DESCRIPTOR]` in a session of its own. Does not return."""
+    code = EXIT_FAILED
+    try:
+        os.setsid()
+        while os.getppid() == between:
+            time.sleep(0.001)
+        stdin, log, *stream = given
+        for descriptor, number in ((stdin, STDIN), (log, STDOUT), (log, STDERR)):
+            os.dup2(descriptor, number)
+        os.close(stdin)
+        os.close(log)
+        arguments = [order.run_dir, *map(str, stream)]
+        _rename([sys.executable, "-m", order.module, *arguments])
+        sys.argv = [order.module, *arguments]
+        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else EXIT_FAILED
+    except BaseException:
+        traceback.print_exc()
+    leave(code)
 
 
 def imports() -> None:
