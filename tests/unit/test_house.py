@@ -18,6 +18,8 @@ CLIENT = "client/eft"
 """A program of its own that imports none of the service: its types are named as what they show."""
 ROOMS = ("api", "core", "worker", "box", CLIENT)
 MODULES_A_FOLDER = 12
+WORDS_A_PAGE = 4000
+"""Longest generated page of commands: a longer one wants to be told shorter, or to be divided by reader."""
 WITH_MORE: dict[str, str] = {
     "client/eft/aio": "a module a resource of the API",
     "client/eft/sync": "a module a resource of the API",
@@ -114,3 +116,8 @@ def test_each_docstring_can_be_read_without_its_neighbour() -> None:
 def test_the_rule_for_docstrings_finds_what_it_is_for(text: str) -> None:
     assert [found for _, found in docstrings(ast.parse(f'class A:\n    b: int\n    """{text}"""'))] == [text]
     assert BEGINNINGS.match(text)
+
+
+@pytest.mark.parametrize("page", ["cli.md", "cli-models.md", "cli-operators.md"])
+def test_a_page_of_commands_can_be_read(page: str) -> None:
+    assert len((HOME / "docs" / page).read_text(encoding="utf-8").split()) <= WORDS_A_PAGE

@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from core import HOME
 from core.docs import install
 from core.hardware import choose_torch
+from core.hardware.device_mask import Gpu
+from core.hardware.discover import Box, discover
 from core.hardware.tables import wheels
 from core.hardware.tables.arch import ROWS
 
@@ -54,6 +57,31 @@ def test_where_none_fits_it_says_why(kind: choose_torch.Kind, arches: list[str],
         choose_torch.pick(kind, arches)
 
 
+def gpu(vendor: Literal["amd", "nvidia"], arch: str) -> Gpu:
+    return Gpu(0, vendor, f"GPU-{arch}", "0000:03:00.0", "a card", arch, 1 << 35)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kind", "words"),
+    [
+        ([], "cpu", "no GPU was found here"),
+        ([("amd", "gfx942:sramecc+")], "rocm", "for gfx942 of this box"),
+        ([("nvidia", "sm_90"), ("nvidia", "sm_90")], "cuda", "for sm_90 of this box"),
+        ([("amd", "gfx900")], "cpu", "no current build of PyTorch is known"),
+    ],
+)
+def test_the_kind_follows_from_the_box(gpus: list[tuple[Literal["amd", "nvidia"], str]], kind: str, words: str) -> None:
+    box = Box([gpu(vendor, arch) for vendor, arch in gpus], [])
+    chosen, arches, told = choose_torch.automatic(box)
+    assert chosen == kind and words in told
+    assert choose_torch.pick(chosen, arches)
+
+
+def test_of_two_makers_a_person_names_one() -> None:
+    with pytest.raises(choose_torch.NoBuild, match="TORCH=rocm or TORCH=cuda"):
+        choose_torch.automatic(Box([gpu("amd", "gfx942"), gpu("nvidia", "sm_90")], []))
+
+
 def test_it_runs_before_anything_is_installed() -> None:
     """Isolated from site-packages, as on a machine with a bare Python."""
     done = subprocess.run(
@@ -61,7 +89,7 @@ def test_it_runs_before_anything_is_installed() -> None:
         cwd=HOME, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"torch==2.13.0 {GENERIC}rocm7.2\n"
+    assert done.stdout == f"torch==2.13.0 {GENERIC}rocm7.2 rocm\n"
     assert f"read {wheels.READ}" in done.stderr and "https://github.com/pytorch" in done.stderr, "date and source"
 
 
@@ -84,6 +112,7 @@ def checkout(tmp_path: Path) -> Path:
     python.write_text(
         '#!/bin/sh\ncase "$*" in *install*require-hashes*|*install*client|*check) ;; '
         f'*) printf "%s\\n" "$*" >> {tmp_path}/asked ;; esac\n'
+        f'case "$*" in *index-url*) ! test -e {tmp_path}/cut-off ;; esac\n'
     )
     python.chmod(0o755)
     return tmp_path
@@ -103,7 +132,7 @@ def make(checkout: Path, *words: str) -> list[str]:
 
 def test_make_installs_what_was_asked_for_and_remembers_it(checkout: Path) -> None:
     cpu = f"install --index-url {GENERIC}cpu torch==2.13.0"
-    assert make(checkout) == ["install torch==2.13.0"], "as ever"
+    assert make(checkout, "TORCH=torch==2.13.0") == ["install torch==2.13.0"]
     assert make(checkout) == []
     assert make(checkout, "TORCH=cpu") == ["uninstall -y torch", cpu], "2.13.0+cu130 would do for torch==2.13.0"
     assert make(checkout, "TORCH=cpu") == []
@@ -116,6 +145,21 @@ def test_make_installs_what_was_asked_for_and_remembers_it(checkout: Path) -> No
         "uninstall -y torch",
         "install --index-url https://example.org/whl torch==2.12.0",
     ]
+
+
+@pytest.mark.skipif(choose_torch.automatic(discover(environ={}))[0] != "cpu", reason="this box has a GPU")
+def test_make_takes_the_build_for_the_cpu_where_there_is_no_gpu(checkout: Path) -> None:
+    assert make(checkout) == [f"install --retries 1 --index-url {GENERIC}cpu torch==2.13.0"]
+    assert make(checkout, "TORCH=cpu") == [], "it is remembered as that"
+
+
+@pytest.mark.skipif(choose_torch.automatic(discover(environ={}))[0] != "cpu", reason="this box has a GPU")
+def test_make_takes_pypis_where_that_index_is_out_of_reach(checkout: Path) -> None:
+    (checkout / "cut-off").touch()
+    named = f"install --index-url {GENERIC}cpu torch==2.13.0"
+    assert make(checkout, "TORCH=cpu") == ["uninstall -y torch", named], "not where it was named"
+    assert make(checkout) == [f"install --retries 1 --index-url {GENERIC}cpu torch==2.13.0", "install torch==2.13.0"]
+    assert make(checkout, "TORCH=torch==2.13.0") == [], "it is remembered as that"
 
 
 def test_make_replaces_the_torch_of_an_older_checkout(checkout: Path) -> None:

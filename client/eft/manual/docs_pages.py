@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from eft.errors import EXIT_MEANINGS, ExitCode
 from eft.manual.delegated import Section, sections
 from eft.manual.source import HEADINGS, SERVER_CODES, ManualPage, Parameter
+from eft.session import HANDLE
 
 JOBS, DATA, MODELS, QUEUE, PEOPLE, BOX, ITSELF = HEADINGS
 SHARED_BY = 5
@@ -47,7 +48,7 @@ def user_page(everything: Sequence[ManualPage]) -> str:
         "",
         "Arguments:",
         "",
-        *_list((shown, words) for shown, words in sorted(shared) if not shown.startswith("-")),
+        *_list(_by_words((shown, words) for shown, words in sorted(shared) if not shown.startswith("-"))),
         "",
         "## Exit codes",
         "",
@@ -135,6 +136,18 @@ def _section(page: ManualPage, told: Sequence[Section], shared: set[Row]) -> lis
     if special:
         lines += ["", f"Exit codes beside the usual: {', '.join(special)}."]
     return lines
+
+
+def _by_words(rows: Iterable[Row]) -> list[Row]:
+    """Those that take the same handle in one row."""
+    found: dict[str, list[str]] = {}
+    for label, words in rows:
+        same = HANDLE if words.endswith(f": {HANDLE}.") else words
+        found.setdefault(same, []).append(label)
+    return [
+        ("`, `".join(labels), f"{words[:1].upper()}{words[1:]}." if words == HANDLE else words)
+        for words, labels in found.items()
+    ]
 
 
 def _row(one: Parameter) -> Row:

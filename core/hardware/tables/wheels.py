@@ -1,8 +1,7 @@
 """Which build of PyTorch has kernels for which architecture: package index and image, with source and date, as data.
 
 A build without kernels for a card installs, finds the card, and fails at the first operation; so the doctor compares.
-Nothing here is installed by itself: `make … TORCH=rocm|cuda|cpu` asks core/hardware/choose_torch.py, which reads this
-table.
+`make` asks core/hardware/choose_torch.py, which reads this table.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ class Build:
     newest: str = ""
     """The last ROCm or CUDA whose build has kernels for these, where later ones have not."""
     note: str = ""
+    gigabytes: float = 0
+    """What pip downloads of it on x86-64, with the libraries that it needs; 0: nobody has measured it."""
 
     def requirement(self, arch: str) -> str:
         """What pip is to install."""
@@ -101,6 +102,7 @@ BUILDS = (
         "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime",
         ("https://github.com/pytorch/pytorch/pull/182849", "https://github.com/pytorch/pytorch/pull/197555"),
         release=RELEASE,
+        gigabytes=2.7,
         note="built for 7.5, 8.0, 8.6, 9.0, 10.0 and 12.0; a card runs what was built for a lower minor number",
     ),
     Build(
@@ -110,7 +112,7 @@ BUILDS = (
         ("https://github.com/pytorch/pytorch/pull/182849",),
         note="NVIDIA builds PyTorch for its Jetson boards itself",
     ),
-    Build(("cpu",), f"{GENERIC}cpu", "", ("https://pytorch.org/get-started/locally/",), release=RELEASE),
+    Build(("cpu",), f"{GENERIC}cpu", "", ("https://pytorch.org/get-started/locally/",), release=RELEASE, gigabytes=0.2),
 )  # fmt: skip
 
 _BY_ARCH = {arch: build for build in BUILDS for arch in build.arches}
