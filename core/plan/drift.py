@@ -125,6 +125,7 @@ RULES = (
     DriftRule("precision", "precision of products", "warn", "other", "products are rounded in another way"),
     DriftRule("weights_dtype", "dtype of the frozen weights", "warn", "other", "weights are rounded in another way"),
     DriftRule("attention", "attention kernel", "warn", "last bits", "it sums in another order"),
+    DriftRule("products", "how a CPU computes 16-bit products", "warn", "last bits", "sums are made in another order"),
     DriftRule("tf32", "TF32", "warn", "other", "products are rounded in another way"),
     DriftRule(
         "compiled",

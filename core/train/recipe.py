@@ -34,6 +34,7 @@ from core.train.export.artifacts import Trained, write_artifacts
 from core.train.export.retention import RowsOf
 from core.train.failures import describe
 from core.train.feed import RunData, build_loader, read_data
+from core.train.kernels.float32 import through_float32
 from core.train.loop import Loop
 from core.train.model.build import Built, build_model, disable_dropout
 from core.train.model.compute import Compute, prepare_compute
@@ -92,6 +93,11 @@ def train(run: Run) -> None:
     """Load, adapt, train, evaluate and save, in this order for every stage and every method."""
     run.phase("loading")
     compute = prepare_compute(run)
+    with through_float32(compute.products_in_float32):
+        _train(run, compute)
+
+
+def _train(run: Run, compute: Compute) -> None:
     with run.stop.at_once():
         run.check_stop()
         tokenizer = load_tokenizer(run.tokenizer_dir)

@@ -162,7 +162,7 @@ def values(dataset: TokenDataset, row: int) -> dict[str, float]:
     return {name: float(array[row]) for name, array in dataset.values.items()}
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "kto", "orpo", "simpo"])
+@pytest.mark.parametrize("name", CASES)
 def test_in_bf16_it_is_trls_but_for_rounding(tmp_path: Path, tiny_dir: Path, name: str) -> None:
     replay(tmp_path, tiny_dir, name, precision="bf16", tolerance=2e-2, epochs=1)
 

@@ -22,6 +22,7 @@ from core.train.model.scaler import LOWEST_SCALE, PATIENCE, LossScaler
 from core.train.optim.schedules import build_schedule
 from core.train.recipe import run
 from tests.support.losses import summed
+from tests.support.preferences import preferences
 from tests.support.trainer import events, pairs, weights, write_rows, write_run
 
 STEPS, LABELS = 12, 30
@@ -219,10 +220,11 @@ class AtMicroStep(Stop):
         return self.left < 0
 
 
-@pytest.mark.parametrize("method", ["qlora", "full"])
-def test_a_run_in_fp16_and_its_resume_to_the_bit(tiny_dir: Path, tmp_path: Path, method: str) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", pairs(20))
+@pytest.mark.parametrize(("method", "stage"), [("qlora", "sft"), ("full", "sft"), ("lora", "dpo")])
+def test_a_run_in_fp16_and_its_resume_to_the_bit(tiny_dir: Path, tmp_path: Path, method: str, stage: str) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", pairs(20) if stage == "sft" else preferences(20))
     axes: dict[str, Any] = {
+        "stage": stage,
         "method": "full" if method == "full" else {"type": method, "r": 4},
         "optimizer": {"learning_rate": 1e-3 if method == "full" else 1e-2},
         "training": {

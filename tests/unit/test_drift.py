@@ -41,6 +41,7 @@ THEN: dict[str, Any] = {
     "precision": "bf16",
     "weights_dtype": "bfloat16",
     "attention": {"kernel": "flash"},
+    "products": "direct",
     "tf32": False,
     "threads": 2,
     "compiled": {"eager": {}},

@@ -8,8 +8,12 @@ from typing import Any
 from core.errors import SpecError
 from core.hardware import selftest
 from core.hardware.selftest import Choice, Verdict, choose
+from core.spec.axes.rollout.stages import RolloutStage
+from core.spec.axes.stage import SFT
+from core.spec.job import JobSpec
 from core.spec.run.orders import RunOrder
 from core.spec.settled import method_of
+from core.train.kernels.float32 import quicker
 from core.train.model.load import quiet
 from core.train.model.placement import Placement, place
 from core.train.model.record import Environment
@@ -30,6 +34,8 @@ class Compute:
     scaler: LossScaler | None
     """Scales the loss where products are made in fp16."""
     environment: Environment
+    products_in_float32: bool
+    """Products and attention of a 16-bit run are computed through float32 (core/train/kernels/float32.py)."""
     _about: dict[str, Any]
 
     def about(self) -> dict[str, Any]:
@@ -55,6 +61,8 @@ def prepare_compute(run: Run) -> Compute:
     if run.order.settled is not None:
         run.notice("method", run.order.settled["words"])
     environment, scaler = Environment(placement), LossScaler() if placement.precision == "fp16" else None
+    wide = products_in_float32(spec, placement)
+    environment.here["products"] = "through float32" if wide else "direct"
     about = {
         "environment": environment.here,
         "selftest": selftest.record(tried),
@@ -64,11 +72,20 @@ def prepare_compute(run: Run) -> Compute:
             "compute": placement.precision,
             "weights": str(placement.weights).removeprefix("torch."),
             "trained": "float32",
+            "products": environment.here["products"],
             "notice": placement.notice,
             "loss_scaler": None if scaler is None else scaler.about(),
         },
     }
-    return Compute(placement, choice, scaler, environment, about)
+    return Compute(placement, choice, scaler, environment, wide, about)
+
+
+def products_in_float32(spec: JobSpec, placement: Placement) -> bool:
+    """Whether this processor computes 16-bit products quicker through float32, and the stage lets it: `sft` keeps the
+    bits that it has had, and answers that are sampled are scored by the kernels that sampled them."""
+    if placement.device.type != "cpu" or placement.autocast is None or isinstance(spec.stage, SFT | RolloutStage):
+        return False
+    return quicker()
 
 
 def check_ranks_match(ranks: ProcessGroup, order: RunOrder, placement: Placement) -> dict[str, Any] | None:

@@ -1,0 +1,129 @@
+"""Products and attention of 16-bit operands through float32, on processors where that is quicker.
+
+A CPU with AVX512-BF16 and without AMX multiplies bfloat16 no faster than float32, and oneDNN and PyTorch's attention
+lose time around it (docs/kernels.md has figures). Here torch's own kernels of bfloat16 and float16 are replaced, for as
+long as a run lasts, by its kernels of float32 between two conversions. Operands and results have the dtypes that they
+had, and are rounded where they were; sums are added up in float32 by both. What autograd keeps stays in 16 bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NARROW = (torch.bfloat16, torch.float16)
+SMALL = 64
+"""Products with a side below it, as LoRA's, are left alone: converting takes as long as they do."""
+LARGE = 1 << 24
+"""Numbers of an operand from which on it is left alone: its copy in float32 would take 64 MiB and more."""
+FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+
+_here: bool | None = None
+
+
+def quicker() -> bool:
+    """Whether this processor is one of those. AMD's with AVX512-BF16 have not been measured, and are left alone."""
+    global _here
+    if _here is None:
+        amd = "AuthenticAMD" in _cpu_info()
+        fast = torch.cpu._is_amx_tile_supported() or (amd and torch.cpu._is_avx512_bf16_supported())
+        _here = torch.cpu._is_avx512_supported() and not fast
+    return _here
+
+
+def _cpu_info() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
+
+
+@contextmanager
+def through_float32(wanted: bool) -> Iterator[None]:
+    """Within, kernels of this process are the replaced ones, in every thread; nothing changes if not `wanted`."""
+    if not wanted:
+        yield
+        return
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, that a kernel is replaced
+            for name, make in REPLACED.items():
+                library.impl(name, make(_kernel(name)), "CPU", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """torch's own."""
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return lambda *args, **more: kernel.call_boxed(keys, *args, **more)
+
+
+def _worth_it(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.dtype in NARROW
+        and one.dtype is other.dtype
+        and min(*one.shape, other.shape[1]) >= SMALL
+        and max(one.numel(), other.numel()) <= LARGE
+    )
+
+
+def _mm(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def mm(one: Tensor, other: Tensor) -> Any:
+        if not _worth_it(one, other):
+            return kernel(one, other)
+        return kernel(one.float(), other.float()).to(one.dtype)
+
+    return mm
+
+
+def _addmm(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+        if not _worth_it(one, other):
+            return kernel(bias, one, other, beta=beta, alpha=alpha)
+        return kernel(bias.float(), one.float(), other.float(), beta=beta, alpha=alpha).to(one.dtype)
+
+    return addmm
+
+
+def _forward(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, attn_mask: Any = None, **more: Any) -> Any:
+        if query.dtype not in NARROW:
+            return kernel(query, key, value, *args, attn_mask=attn_mask, **more)
+        out, logsumexp = kernel(query.float(), key.float(), value.float(), *args, attn_mask=_float(attn_mask), **more)
+        return out.to(query.dtype), logsumexp
+
+    return attention
+
+
+def _backward(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def gradients(
+        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *args: Any, attn_mask: Any = None,
+        **more: Any,
+    ) -> Any:  # fmt: skip
+        if query.dtype not in NARROW:
+            return kernel(gradient, query, key, value, out, *args, attn_mask=attn_mask, **more)
+        wide = [tensor.float() for tensor in (gradient, query, key, value, out)]
+        found = kernel(*wide, *args, attn_mask=_float(attn_mask), **more)
+        return tuple(tensor.to(query.dtype) for tensor in found)
+
+    return gradients
+
+
+def _float(mask: Any) -> Any:
+    return mask.float() if isinstance(mask, Tensor) and mask.dtype in NARROW else mask
+
+
+REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "mm": _mm,
+    "addmm": _addmm,
+    FORWARD: _forward,
+    f"{FORWARD}_backward": _backward,
+}

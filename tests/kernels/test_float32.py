@@ -1,0 +1,68 @@
+"""16-bit products and attention through float32: torch's results but for rounding, and nothing left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from core.train.kernels import float32
+from core.train.kernels.float32 import LARGE, SMALL, through_float32
+
+pytestmark = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="torch then has no such kernels")
+
+
+def computed(dtype: torch.dtype, masked: bool) -> list[Tensor]:
+    """A layer, one with a bias, and attention; their results and gradients, in float32."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(dtype).requires_grad_()
+
+    hidden, weight, bias = drawn(2, 80, 96), drawn(128, 96), drawn(128)
+    query, key, value = drawn(1, 4, 70, 64), drawn(1, 2, 70, 64), drawn(1, 2, 70, 64)
+    mask = torch.ones(70, 70, dtype=torch.bool).tril() if masked else None
+    results = [
+        functional.linear(hidden, weight),
+        functional.linear(hidden, weight, bias),
+        functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=not masked, enable_gqa=True
+        ),
+    ]
+    gradients = torch.autograd.grad(
+        sum(result.square().sum() for result in results), (hidden, weight, bias, query, key, value)
+    )
+    return [tensor.detach().float() for tensor in (*results, *gradients)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_results_are_as_near_to_the_exact_ones_as_torchs(masked: bool) -> None:
+    exact, theirs = computed(torch.float64, masked), computed(torch.bfloat16, masked)
+    with through_float32(True):
+        ours = computed(torch.bfloat16, masked)
+    for here, there, right in zip(ours, theirs, exact, strict=True):
+        scale = right.abs().max()
+        assert (here - right).abs().max() <= max(1.5 * (there - right).abs().max(), 2**-8 * scale)
+
+
+def test_kernels_of_other_dtypes_and_sizes_are_torchs_own_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(5)
+    wide = torch.randn(100, 100, generator=generator)
+    narrow = torch.randn(100, SMALL - 1, generator=generator).bfloat16()
+    there = wide @ wide, narrow @ narrow.t(), *computed(torch.float32, masked=True)
+    with through_float32(True):
+        here = wide @ wide, narrow @ narrow.t(), *computed(torch.float32, masked=True)
+    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    large = torch.empty(1, dtype=torch.bfloat16).expand(LARGE // SMALL + 1, SMALL)
+    assert not float32._worth_it(large.t(), large)
+
+
+def test_torchs_kernels_are_back_afterwards() -> None:
+    before = computed(torch.bfloat16, masked=False)
+    with pytest.raises(ZeroDivisionError), through_float32(True):
+        inside = computed(torch.bfloat16, masked=False)
+        raise ZeroDivisionError
+    after = computed(torch.bfloat16, masked=False)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(before, inside, strict=True))
