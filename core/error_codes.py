@@ -554,6 +554,14 @@ NOTICES: dict[str, Code] = {
         "Answers were drawn with other log-probabilities than training computes for them.",
         "Set `training.precision` to fp32, or lower the learning rate; docs/rollouts.md.",
     ),
+    "sampler_not_exact": (
+        "`stage.sampler: exact` was asked for, and tokens are drawn with other log-probabilities than in training.",
+        "Remove `stage.sampler`; docs/rollouts.md.",
+    ),
+    "exact_sampler": (
+        "The job asks for something that `stage.sampler: exact` has no form for.",
+        "Follow the message, or remove `stage.sampler`; docs/rollouts.md.",
+    ),
     "fewer_slots": (
         "There was no memory for the answers in the making; fewer are made at the same time.",
         "Nothing; or set `stage.slots` to the number in the message.",

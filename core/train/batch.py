@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -163,22 +163,25 @@ class Batch:
         )
 
 
-def share_prefixes(batch: Batch) -> Batch:
+def share_prefixes(batch: Batch, firsts: Sequence[int] | None = None) -> Batch:
     """The packed batch with the tokens that a row has in common with the first row of its example, from the beginning
     on, in the line once. At least one token of each row stays its own. Results are those of the batch as it was, for
-    attention that takes `shared` into account (core/train/attention)."""
+    attention that takes `shared` into account (core/train/attention). `firsts`: the row that each row is compared with,
+    itself or one before it that is compared with itself; None: the first of its example."""
     assert batch.position_ids is not None
+    if firsts is None:
+        firsts = [row - row % batch.sequences for row in range(len(batch.lengths))]
     ids, starts = batch.input_ids[0].numpy(), [0, *accumulate(batch.lengths)]
     rows = [ids[start:end] for start, end in pairwise(starts)]
     common = [
-        0 if row % batch.sequences == 0 else common_prefix(rows[row - row % batch.sequences], ids)
-        for row, ids in enumerate(rows)
+        0 if first == row else common_prefix(rows[first], ids)
+        for row, (first, ids) in enumerate(zip(firsts, rows, strict=True))
     ]
     if not any(common):
         return batch
     kept, places, at = np.ones(len(ids), dtype=np.bool_), np.empty(len(ids), dtype=np.int64), 0
     for row, (start, length, shared) in enumerate(zip(starts, batch.lengths, common, strict=False)):
-        first = starts[row - row % batch.sequences]
+        first = starts[firsts[row]]
         kept[start : start + shared] = False
         places[start : start + shared] = places[first : first + shared]
         places[start + shared : start + length] = np.arange(at, at + length - shared)

@@ -286,6 +286,7 @@ class Engine:
                     slots=slots,
                     prompt_tokens=prompt_tokens,
                     device=self.device,
+                    exact=self.policy.exact,
                 )
                 return generator.complete(prompts, keys, between)
             return fallback.complete(
@@ -330,10 +331,11 @@ class Engine:
                 self._slot_trial = try_slots(model, head, computed, self.device)
         return self._slot_trial.why_not(room)
 
-    def _compute(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
+    @contextmanager
+    def _compute(self) -> Iterator[None]:
+        auto = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
+        with auto, nullcontext() if self.policy.exact is None else self.policy.exact.products():
+            yield
 
     # --- state ---------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from core.train.attention.packed import rows_apart
 from core.train.batch import Batch
+from core.train.generation.exact import Exact
 from core.train.loss.head import OutputHead, hidden_states
 from core.train.loss.linear_cross_entropy import TokenFigures, token_figures, token_logprobs
 from core.train.model.heads import backbone_of, has_head, head_of_model
@@ -48,18 +49,23 @@ def label_figures(model: nn.Module, head: OutputHead | str, batch: Batch) -> Tok
     return TokenFigures(functional.cross_entropy(logits.float(), targets, reduction="none"), right)
 
 
-def label_logprobs(model: nn.Module, head: OutputHead | str, batch: Batch, temperature: float = 1.0) -> Tensor:
+def label_logprobs(
+    model: nn.Module, head: OutputHead | str, batch: Batch, temperature: float = 1.0, exact: Exact | None = None
+) -> Tensor:
     """Log-probability of each label at a temperature, float32 [label tokens], row after row: of logits that were never
-    rounded to 16 bits, unless the head is none that the chunked loss knows, or caps the logits that are divided."""
-    return label_logprobs_and_hidden(model, head, batch, temperature)[0]
+    rounded to 16 bits, unless the head is none that the chunked loss knows, or caps the logits that are divided.
+    `exact`: the arithmetic that the model is in."""
+    return label_logprobs_and_hidden(model, head, batch, temperature, exact)[0]
 
 
 def label_logprobs_and_hidden(
-    model: nn.Module, head: OutputHead | str, batch: Batch, temperature: float = 1.0
+    model: nn.Module, head: OutputHead | str, batch: Batch, temperature: float = 1.0, exact: Exact | None = None
 ) -> tuple[Tensor, Tensor]:
     """`label_logprobs`, and the hidden states [label tokens, hidden] that the output head is applied to."""
-    if isinstance(head, OutputHead) and (temperature == 1.0 or (head.options.softcap is None and head.bias is None)):
+    if isinstance(head, OutputHead) and divides(head, temperature):
         hidden, targets = label_hidden(head, batch)
+        if exact is not None:
+            return exact.logprobs(hidden, head, targets, temperature), hidden
         options = replace(head.options, scale=head.options.scale / temperature)
         return token_logprobs(hidden, head.weight, targets, bias=head.bias, options=options), hidden
     positions, targets = _labelled(batch)
@@ -67,6 +73,11 @@ def label_logprobs_and_hidden(
         logits = all_logits(model, batch)[0] / temperature
     logprobs = torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return logprobs, fed[0]
+
+
+def divides(head: OutputHead, temperature: float) -> bool:
+    """Whether logits are divided by a temperature as a part of the head's scale."""
+    return temperature == 1.0 or (head.options.softcap is None and head.bias is None)
 
 
 def scores_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from core.plan.constants import WHOLE_LOGITS_BYTES
 from core.train.attention.kept import continuing, keeping
 from core.train.batch import Batch
+from core.train.generation.exact import Exact
 from core.train.logits import (
     label_figures,
     label_hidden,
@@ -49,6 +50,8 @@ class PolicyModel:
         self.model = model
         self._inference, self._autocast, self._scaler = inference, autocast, scaler
         self._head: OutputHead | str | None = None
+        self.exact: Exact | None = None
+        """The arithmetic of all passes, where tokens are drawn with the log-probabilities of training to the bit."""
 
     def head(self, veto: str | None = None) -> OutputHead | str:
         """The output head as the chunked loss takes it, or why it is none of those. Found by trying, at the first call;
@@ -91,12 +94,12 @@ class PolicyModel:
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """Log-probability of every label at a temperature, float32 [label tokens], row after row."""
-        return label_logprobs(self.model, self.whole_logits or self.head(), batch, temperature)
+        return label_logprobs(self.model, self.whole_logits or self.head(), batch, temperature, self.exact)
 
     def logprobs_and_values(self, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """`logprobs`, and what the value head says before each label, float32 [label tokens]; of one pass."""
         head = self.whole_logits or self.head()
-        logprobs, hidden = label_logprobs_and_hidden(self.model, head, batch, temperature)
+        logprobs, hidden = label_logprobs_and_hidden(self.model, head, batch, temperature, self.exact)
         return logprobs, values_of(self.model, hidden)
 
     def sequence_logprobs(self, batch: Batch) -> Tensor:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, assert_never
 
+from core.errors import SpecError
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
 from core.spec.axes.method import LowRank
@@ -46,6 +47,7 @@ from core.train.optim.schedules import Factor, build_schedule
 from core.train.policy import describe_whole_logits
 from core.train.ranks.env import RankEnv
 from core.train.ranks.last_word import tell_launcher
+from core.train.rollout.exactness import compute_exactly
 from core.train.rollout.held_out import build_reward_evaluator
 from core.train.rollout.loader import RolloutLoader
 from core.train.rollout.tryout import try_rewards
@@ -135,6 +137,8 @@ def _train(run: Run, compute: Compute) -> None:
     if not stage.dropout:
         disable_dropout(built.model)
     packing = choose_kernels(run, compute, engine, stage, data)
+    if rollouts is not None:
+        packing = compute_prompts_once(run, engine, data, rollouts)
     parts = (run, compute, data, built, engine, engine.policy)
     record = {name: value for part in parts for name, value in part.about().items()}
     record |= {"packing": packing, "total_steps": total_steps} | balance
@@ -280,6 +284,30 @@ def choose_prompts(run: Run, engine: Engine, data: RunData) -> dict[str, Any]:
     if data.eval is not None:
         data.eval.share_prompts = True
     return {"computed": "once", "saved_tokens": data.train.shared_tokens()}
+
+
+def compute_prompts_once(run: Run, engine: Engine, data: RunData, rollouts: RolloutLoader) -> dict[str, Any]:
+    """Have the prompt of each group of answers computed once in a batch, where the job and the model allow it; the run
+    record's entry."""
+    stage, packing = rollouts.stage, dict[str, Any]()
+    why: str | None = None
+    if stage.sampler == "exact":
+        compute_exactly(engine, data.longest, stage.temperature)
+        why = "`stage.sampler: exact` computes each answer by itself"
+    elif stage.num_generations == 1:
+        why = "a prompt has one answer"
+    elif run.spec.training.compile:
+        why = "the lengths of packed rows would be a part of compiled code"
+    else:
+        try:
+            packing = prepare_packing(engine)
+            why = share_prompts(engine, data.longest)
+        except SpecError as refused:
+            why = str(refused).partition(";")[0]
+    if why is not None:
+        return packing | {"prompts": {"computed": "for each answer", "why": why}}
+    rollouts.prompts_once = True
+    return packing | {"prompts": {"computed": "once"}}
 
 
 def continue_prompts(run: Run, engine: Engine, data: RunData) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW, Linear
 from core.spec.axes.rollout.stages import GRPO, RLOO
+from core.train.attention.probe import prepare_packing, share_prompts
 from core.train.base.rng import seed_all
 from core.train.engine import Engine, build_engine
 from core.train.methods.lora import adapt_lora
@@ -120,13 +121,16 @@ def by_trl(
 
 
 def by_us(
-    tiny_dir: Path, seen: list[list[list[int]]], spec: GRPO | RLOO
+    tiny_dir: Path, seen: list[list[list[int]]], spec: GRPO | RLOO, *, once: bool = False
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     seed_all(7)
     model: Any = adapt_lora(load_model(tiny_dir, torch.float32), LoRA(r=4, lora_alpha=8, lora_dropout=0.0))
     start(model)
     schedule = build_schedule(Linear(warmup_ratio=0.0), 2 * len(seen))
     engine = build_engine(model, AdamW(learning_rate=LR, weight_decay=0.0, eps=EPS), schedule, pad_token_id=1)
+    if once:
+        prepare_packing(engine)
+        assert share_prompts(engine, 64) is None
     stage = GroupRelativePolicy(spec) if isinstance(spec, GRPO) else LeaveOneOutPolicy(spec)
     told = []
     for call, prompts in enumerate(seen):
@@ -145,7 +149,10 @@ def by_us(
         for _ in range(2):
             loss = 0.0
             for at in range(0, len(completions), MICRO):
-                part = engine.forward(dataset.collate(range(at, at + MICRO), 1), stage.loss, totals)
+                rows = range(at, at + MICRO)
+                batch = dataset.pack(rows) if once else dataset.collate(rows, 1)
+                assert (batch.shared is not None) == once
+                part = engine.forward(batch, stage.loss, totals)
                 engine.backward(part.total)
                 loss += float(part.total.detach())
             told.append((loss, float(engine.step().grad_norm)))
@@ -168,6 +175,7 @@ def test_steps_are_those_of_trl(loss: Any, tiny_dir: Path, tmp_path: Path, monke
     expected = by_trl(tiny_dir, tmp_path, monkeypatch, seen, beta=0.04, **options)
     spec = GRPO.model_validate({**SPEC, "loss": loss, "beta": 0.04, **more})
     agree(by_us(tiny_dir, seen, spec), expected)
+    agree(by_us(tiny_dir, seen, spec, once=True), expected)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

@@ -80,7 +80,7 @@ CASES = {
     "rloo": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
         (REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3"),
-        stage=ROLLOUTS | {"max_resamples": 2},
+        stage=ROLLOUTS | {"max_resamples": 2, "sampler": "exact"},
     ),
     "grpo with a grader": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],

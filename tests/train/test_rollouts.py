@@ -174,6 +174,24 @@ def test_a_reward_that_fails_ends_the_job_or_is_left_out(tiny_dir: Path, rows: P
 
 # --- exact -----------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_exact_sampler_has_the_bits_of_training(tiny_dir: Path, rows: Path, tmp_path: Path, precision: str) -> None:
+    stage = {"sampler": "exact", "max_completion_length": 12}
+    training = {"precision": precision, "max_length": 96}
+    alone, often = (
+        go(tmp_path / str(slots), tiny_dir, rows, stage=stage | {"slots": slots}, training=training)
+        for slots in (5, 12)
+    )
+    told = figures(alone)
+    assert [values["sampler_mismatch_kl"] for values in told.values()] == [0.0] * 3
+    assert any(values["grad_norm"] > 0 for values in told.values())
+    # Answers do not depend on what is made beside them, so the number of slots changes no bit.
+    assert figures(often) == told and weights(often) == weights(alone)
+    record = events(alone, "run_record")[0]["record"]
+    assert record["packing"]["prompts"]["computed"] == "for each answer"
+
+
 TWICE = {"num_iterations": 2, "beta": 0.1, "loss": "grpo", "epsilon": 1e-3}
 
 

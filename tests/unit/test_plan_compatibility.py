@@ -35,6 +35,7 @@ OF_A_STAGE = {
     "rollouts_of_a_stream",
     "rollouts_on_one_rank",
     "no_reference_in_rollouts",
+    "exact_sampler",
 }
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -255,6 +256,7 @@ GRPO_JOB: dict[str, Any] = {
     "data": {"train": {"type": "file", "id": TRAIN}},
     "stage": {"type": "grpo", "reward": ["exact"]},
 }
+EXACT = {**GRPO_JOB["stage"], "sampler": "exact"}
 
 
 @pytest.mark.parametrize(
@@ -272,6 +274,11 @@ GRPO_JOB: dict[str, Any] = {
         ),
         ({"resources": {"gpus": 2}}, "rollouts_on_one_rank"),
         ({"method": "full"}, None),
+        ({"stage": EXACT}, None),
+        ({"stage": EXACT, "quantization": "none"}, None),
+        ({"stage": EXACT, "method": "qlora"}, "exact_sampler"),
+        ({"stage": EXACT, "training": {"precision": "fp8"}}, "exact_sampler"),
+        ({"stage": EXACT, "memory": {"stream": "host"}}, "exact_sampler"),
         ({"method": "full", "stage": {**GRPO_JOB["stage"], "beta": 0.1}}, "no_reference_in_rollouts"),
         (
             {"data": {"train": {"type": "file", "id": TRAIN}, "eval": {"type": "file", "id": EVAL}}},

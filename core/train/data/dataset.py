@@ -49,6 +49,9 @@ class TokenDataset:
         self.label_counts = self._summed(self.sequence_labels)
         self.share_prompts = False
         """Whether packed batches have a beginning that the sequences of an example have in common once."""
+        self.groups: Sequence[int] | None = None
+        """Packed batches have a beginning that examples of one group, numbered here for each, have in common once; of
+        examples with one sequence. None: no groups."""
         self.continue_prompts = False
         """Whether the sequences that are looked at before a step continue the prompts of the trained ones, where the
         step is one packed batch."""
@@ -159,6 +162,9 @@ class TokenDataset:
             self._values(examples, places),
             self._token_values(numbers),
         )
+        if self.groups is not None:
+            members = [self.groups[example] for example in examples]
+            return share_prefixes(batch, [members.index(group) for group in members])
         return share_prefixes(batch) if self.share_prompts and len(places) > 1 else batch
 
     def shared_tokens(self) -> int:

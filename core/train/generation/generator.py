@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from core.train.generation.exact import Exact
 from core.train.generation.sampling import Completion, Key, Likeliest, SamplingParams, Stops, choose, likeliest_of
 from core.train.generation.slots import SlotCache, attention_over
 from core.train.logits import head_at
@@ -32,6 +33,8 @@ class LastLogits:
 
     def __init__(self, model: nn.Module, head: OutputHead | str) -> None:
         self.model, self.head = model, head
+        self.states: Tensor | None = None
+        """What the head made the logits of the last pass from, [places, hidden]; None where the model made them."""
         self._weight: Tensor | None = None
         if isinstance(head, OutputHead):
             where = head.weight.device.type
@@ -49,7 +52,7 @@ class LastLogits:
             with head_at(self.model, places):
                 logits: Tensor = self.model(**inputs, use_cache=False).logits
             return logits[0].float()
-        states = hidden_states(head, **inputs).flatten(0, 1).index_select(0, places)
+        states = self.states = hidden_states(head, **inputs).flatten(0, 1).index_select(0, places)
         with torch.autocast(states.device.type, enabled=False):
             states = states.to(self._dtype).to(self._weight.dtype)
             found = torch.empty((len(states), len(self._weight)), dtype=torch.float32, device=states.device)
@@ -60,6 +63,14 @@ class LastLogits:
         if (cap := head.options.softcap) is not None:
             found = cap * torch.tanh(found / cap)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """What is behind a prompt: [vocabulary], and [hidden] as LastLogits has it."""
+
+    logits: Tensor
+    state: Tensor | None
 
 
 @dataclass(slots=True)
@@ -92,12 +103,14 @@ class SlotGenerator:
         slots: int,
         prompt_tokens: int,
         device: torch.device,
+        exact: Exact | None = None,
     ) -> None:
         """`prompt_tokens`: tokens of one pass over prompts at most, padding counted; a longer prompt is a pass by
-        itself. The model computes without gradients."""
+        itself. The model computes without gradients. `exact`: the arithmetic that the model is in, where log-
+        probabilities are to be those of training to the bit; the head is of the known form then."""
         self.model, self.logits = model, LastLogits(model, head)
         self.params, self.stops = params, stops
-        self.slots, self.prompt_tokens, self.device = slots, prompt_tokens, device
+        self.slots, self.prompt_tokens, self.device, self.exact = slots, prompt_tokens, device, exact
         self.passes = 0
         """Passes over one token of each slot."""
 
@@ -110,10 +123,13 @@ class SlotGenerator:
         waiting = deque(answer for mine in answers for answer in mine)
         room = max(map(len, prompts)) + self.params.max_new_tokens
         slots = min(self.slots, len(waiting))
-        cache = SlotCache(slots, room)
+        if self.exact is None:
+            cache = SlotCache(slots, room)
+        else:
+            cache = SlotCache(slots, max(room, self.exact.room), self.exact.attention)
         owner: list[_Answer | None] = [None] * slots
         held = [-1] * slots
-        first: dict[int, Tensor] = {}
+        first: dict[int, _Last] = {}
         with attention_over(cache, self.model):
             while True:
                 while waiting and None in owner:
@@ -136,10 +152,10 @@ class SlotGenerator:
         waiting: deque[_Answer],
         owner: list[_Answer | None],
         held: list[int],
-        first: dict[int, Tensor],
+        first: dict[int, _Last],
     ) -> None:
         """Give free slots to the next answers, and draw their first tokens. `held`: the prompt that each slot has at
-        its beginning, also when its answer has ended; `first`: logits behind prompts that more answers may follow."""
+        its beginning, also when its answer has ended; `first`: what is behind prompts that more answers may follow."""
         free = deque(slot for slot, answer in enumerate(owner) if answer is None)
         taken: list[tuple[int, _Answer]] = []
         new: dict[int, list[int]] = {}
@@ -171,7 +187,10 @@ class SlotGenerator:
                 held[slot] = -1
         if new:
             self._read(prompts, cache, new, held, first)
-        chosen = self._chosen(torch.stack([first[a.prompt] for _, a in taken]), [a for _, a in taken])
+        behind = [first[answer.prompt] for _, answer in taken]
+        states = [one.state for one in behind if one.state is not None]
+        logits = torch.stack([one.logits for one in behind])
+        chosen = self._chosen(logits, torch.stack(states) if states else None, [a for _, a in taken])
         for (slot, answer), drawn in zip(taken, chosen, strict=True):
             answer.add(*drawn, self.stops)
             self._release(owner, slot)
@@ -185,7 +204,7 @@ class SlotGenerator:
         cache: SlotCache,
         new: dict[int, list[int]],
         held: list[int],
-        first: dict[int, Tensor],
+        first: dict[int, _Last],
     ) -> None:
         """Compute prompts, each once, into their slots."""
         width = max(len(prompts[number]) for number in new)
@@ -197,8 +216,9 @@ class SlotGenerator:
         places = [row * width + len(prompts[number]) - 1 for row, number in enumerate(new)]
         positions = torch.arange(width).expand(len(new), width)
         logits = self.logits.at(torch.tensor(places).to(self.device), ids.to(self.device), positions.to(self.device))
+        states = self.logits.states
         for row, (number, slots) in enumerate(new.items()):
-            first[number] = logits[row]
+            first[number] = _Last(logits[row], None if states is None else states[row])
             for slot in slots:
                 held[slot] = number
 
@@ -213,12 +233,18 @@ class SlotGenerator:
         positions = torch.tensor(lengths).unsqueeze(1).to(self.device)
         logits = self.logits.at(torch.tensor(list(live)).to(self.device), ids, positions)
         self.passes += 1
-        for (slot, answer), drawn in zip(live.items(), self._chosen(logits, list(live.values())), strict=True):
+        chosen = self._chosen(logits, self.logits.states, list(live.values()))
+        for (slot, answer), drawn in zip(live.items(), chosen, strict=True):
             answer.add(*drawn, self.stops)
             self._release(owner, slot)
 
-    def _chosen(self, logits: Tensor, answers: Sequence[_Answer]) -> list[tuple[int, float, Likeliest | None]]:
+    def _chosen(
+        self, logits: Tensor, states: Tensor | None, answers: Sequence[_Answer]
+    ) -> list[tuple[int, float, Likeliest | None]]:
         tokens, logprobs = choose(logits, [a.key for a in answers], [len(a.tokens) for a in answers], self.params)
+        if self.exact is not None:
+            assert states is not None and isinstance(self.logits.head, OutputHead)
+            logprobs = self.exact.logprobs(states, self.logits.head, tokens, self.params.temperature or 1.0)
         told = likeliest_of(logits, self.params) if self.params.likeliest else [None] * len(answers)
         return list(zip(tokens.tolist(), logprobs.tolist(), told, strict=True))
 

@@ -8,7 +8,7 @@ a layer with a shorter window, or rules of its own for the mask, raises NoSlotFo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -23,6 +23,10 @@ REFUSED = ("position_bias", "s_aux", "softcap")
 """Arguments of attention that have no form here."""
 
 
+Attention = Callable[[Tensor, Tensor, Tensor, float | None, Tensor | None], Tensor]
+"""Causal attention: `Exact.attention` (exact.py)."""
+
+
 class NoSlotForm(Exception):
     """The model's attention has no form for slots."""
 
@@ -30,8 +34,9 @@ class NoSlotForm(Exception):
 class SlotCache:
     """Keys and values [slots, heads, room, width] of each layer, and what the pass at hand does with them."""
 
-    def __init__(self, slots: int, room: int) -> None:
-        self.slots, self.room = slots, room
+    def __init__(self, slots: int, room: int, exact: Attention | None = None) -> None:
+        """`exact`: computes the attention in place of SDPA over what is there."""
+        self.slots, self.room, self.exact = slots, room, exact
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.windows: set[int] = set()
         """Tokens that layers with a window or chunk look back, as far as passes have asked for a mask."""
@@ -89,6 +94,8 @@ class SlotCache:
             tokens = key.shape[2]
             keys[self._to, :, :tokens] = key.index_select(0, self._from)
             values[self._to, :, :tokens] = value.index_select(0, self._from)
+            if self.exact is not None:
+                return self.exact(query, key, value, scaling, None)
             out = nn.functional.scaled_dot_product_attention(
                 query, key, value, scale=scaling, is_causal=tokens > 1, enable_gqa=groups > 1
             )
@@ -96,6 +103,8 @@ class SlotCache:
         rows, heads, _, _ = query.shape
         keys[self._rows, :, self._at] = key[:, :, 0]
         values[self._rows, :, self._at] = value[:, :, 0]
+        if self.exact is not None:
+            return self.exact(query, keys[:rows], values[:rows], scaling, self._at)
         # The heads that share keys are rows of one product.
         shared = query.view(rows, heads // groups, groups, query.shape[3])
         out = nn.functional.scaled_dot_product_attention(

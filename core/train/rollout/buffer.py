@@ -74,7 +74,7 @@ class Rollout:
                 parts += [np.zeros(len(prompt), np.float32), self.token_values[name][at : at + len(answer)]]
             at += len(answer)
         stops = np.asarray(ends, dtype=np.int64)
-        return TokenDataset(
+        found = TokenDataset(
             np.asarray(ids, dtype=np.int32),
             np.asarray(learned, dtype=np.bool_),
             np.concatenate([np.zeros(1, dtype=np.int64), stops])[:-1],
@@ -83,6 +83,8 @@ class Rollout:
             values={"advantage": np.asarray(self.advantages, dtype=np.float32)},
             token_values={name: np.concatenate(parts) for name, parts in values.items()},
         )
+        found.groups = [number // self.group for number in range(len(self.answers))]
+        return found
 
     def figures(self, most: int) -> dict[str, float]:
         """What is told of it. `most`: tokens of an answer at most."""

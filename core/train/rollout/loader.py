@@ -65,6 +65,9 @@ class RolloutLoader:
         self.answerer.refuse_unreadable(prompts.lines.tolist(), columns)
         self.batch_size = self._saved_batch_size = run.spec.training.per_device_train_batch_size
         self.order = build_order(run.spec, prompts.lengths)
+        self.prompts_once = False
+        """Whether a prompt is computed once for all of its answers in a batch (`share_prompts` of
+        core/train/attention/probe.py says where it can be)."""
         self._rollout: Rollout | None = None
         self._dataset: TokenDataset | None = None
 
@@ -97,8 +100,11 @@ class RolloutLoader:
         cut = self._cut(rollout, self.batch_size)
         totals["sequences"] = max(1, sum(map(len, cut)))  # what a mixture's balance of experts is a mean over
         if not cut:  # every group's rewards are alike: a step without a gradient, which momentum makes all the same
-            return StepBatches(totals, (lambda: dataset.blank(0, self.pad_token_id, packed=False),))
-        return StepBatches(totals, tuple(partial(dataset.collate, rows, self.pad_token_id) for rows in cut))
+            return StepBatches(totals, (lambda: dataset.blank(0, self.pad_token_id, packed=self.prompts_once),))
+        return StepBatches(totals, tuple(partial(self._batch, dataset, rows) for rows in cut))
+
+    def _batch(self, dataset: TokenDataset, rows: Sequence[int]) -> Batch:
+        return dataset.pack(rows) if self.prompts_once else dataset.collate(rows, self.pad_token_id)
 
     def _cut(self, rollout: Rollout, batch_size: int) -> list[list[int]]:
         """The answers that have a gradient, as batches."""
@@ -223,7 +229,7 @@ class RolloutLoader:
         with start():
             for rows in self._cut(rollout, self.batch_size):
                 self.run.check_stop()
-                values = self.answerer.ready.evaluate(dataset.collate(rows, self.pad_token_id), function)
+                values = self.answerer.ready.evaluate(self._batch(dataset, rows), function)
                 for into, numbers in zip(found, values, strict=True):
                     parts = torch.split(numbers.cpu(), [lengths[row] for row in rows])
                     for row, part in zip(rows, parts, strict=True):

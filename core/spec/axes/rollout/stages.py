@@ -44,6 +44,9 @@ class RolloutStage(SpecModel):
     """Strings that end an answer, beside the end tokens of the model."""
     slots: Annotated[int, Field(ge=1, le=4096)] = 32
     """Answers in the making at the same time."""
+    sampler: Literal["default", "exact"] = "default"
+    """`exact`: the log-probabilities with which tokens are drawn are those that training computes for them, to the bit,
+    so that `sampler_mismatch_kl` is 0.0. Steps take longer (docs/rollouts.md)."""
     eval_temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Temperature of answers to held-out prompts; 0: the most likely token each time."""
     num_generations_eval: Annotated[int, Field(ge=1, le=1024)] = 1
