@@ -147,6 +147,7 @@ def test_a_groups_prompt_is_computed_once(engine: Engine, monkeypatch: pytest.Mo
         rows.append(len(set(from_rows)))
         before(cache, slots, from_rows, device)
 
+    assert engine.without_slots(64) is None  # tried before its passes are counted
     monkeypatch.setattr(SlotCache, "before_prompts", watched)
     for slots in (3, 32):
         rows.clear()
