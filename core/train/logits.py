@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from core.train.attention.exact import Exact
 from core.train.attention.packed import rows_apart
 from core.train.batch import Batch
-from core.train.generation.exact import Exact
 from core.train.loss.head import OutputHead, hidden_states
 from core.train.loss.linear_cross_entropy import TokenFigures, token_figures, token_logprobs
 from core.train.model.heads import backbone_of, has_head, head_of_model

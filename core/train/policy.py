@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.plan.constants import WHOLE_LOGITS_BYTES
+from core.train.attention.exact import Exact
 from core.train.attention.kept import continuing, keeping
 from core.train.batch import Batch
-from core.train.generation.exact import Exact
 from core.train.logits import (
     label_figures,
     label_hidden,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from core.errors import SpecError
+from core.train.attention.exact import QUERIES, Exact
 from core.train.engine import Engine
-from core.train.generation.exact import QUERIES, Exact
 from core.train.generation.sampling import Key, SamplingParams
-from core.train.generation.slots import NoSlotForm
 from core.train.logits import divides
 from core.train.loss.head import OutputHead
 from core.train.rollout.buffer import Rollout
@@ -28,12 +27,11 @@ def compute_exactly(engine: Engine, room: int, temperature: float) -> None:
     exact = Exact(room)
     try:
         exact.install(engine.model)
-    except NoSlotForm as reason:
+        engine.policy.exact = exact
+        why = engine.without_slots(room) or _differs(engine, head, temperature)
+    except NotImplementedError as reason:
         raise _refused(str(reason)) from reason
-    engine.policy.exact = exact
-    if (why := engine.without_slots(room)) is not None:
-        raise _refused(why)
-    if (why := _differs(engine, head, temperature)) is not None:
+    if why is not None:
         raise _refused(why)
 
 

@@ -25,12 +25,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from core.train.batch import IGNORE_INDEX
-from core.train.generation.slots import REFUSED, NoSlotForm
-from core.train.generation.slots import mask as refuse_masks
 from core.train.loss.head import OutputHead
 from core.train.loss.linear_cross_entropy import token_logprobs
 
 NAME = "eft_exact"
+REFUSED = ("position_bias", "s_aux", "softcap")
+"""Arguments of attention that have no form here."""
 ROWS = 32
 """Rows of a matrix product."""
 QUERIES = 32
@@ -114,13 +114,22 @@ class Exact:
         return found[: len(hidden)]
 
     def install(self, model: nn.Module) -> None:
-        """Have the model attend by `attention`. NoSlotForm where that cannot be set."""
+        """Have the model attend by `attention`. NotImplementedError where that cannot be set; passes raise it where a
+        layer asks for something that has no form here."""
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         if not base._can_set_attn_implementation():
-            raise NoSlotForm("its attention cannot be replaced")
+            raise NotImplementedError("its attention cannot be replaced")
         AttentionInterface.register(NAME, self._attend)
-        AttentionMaskInterface.register(NAME, refuse_masks)
+        AttentionMaskInterface.register(NAME, self._mask)
         base.set_attn_implementation(NAME)
+
+    def _mask(self, *, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> None:
+        """transformers' mask interface. `local_size`: the layer's window or chunk. `use_vmap`: the model adds a rule of
+        its own."""
+        if use_vmap:
+            raise NotImplementedError("it has rules of its own for which tokens see one another")
+        if local_size is not None and self.room > local_size:
+            raise NotImplementedError(f"a layer looks back {local_size} tokens only")
 
     def _attend(
         self,
@@ -133,8 +142,8 @@ class Exact:
         scaling: float | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        """transformers' attention interface. NoSlotForm."""
+        """transformers' attention interface."""
         refused = next((name for name in REFUSED if more.get(name) is not None), None)
         if refused is not None or attention_mask is not None:
-            raise NoSlotForm(f"its attention takes {refused or 'a mask of its own'}")
+            raise NotImplementedError(f"its attention takes {refused or 'a mask of its own'}")
         return self.attention(query, key, value, scaling), None
