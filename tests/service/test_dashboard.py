@@ -3,6 +3,7 @@ test_dashboard_browser.py."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -21,7 +22,7 @@ from api.web import render, sessions, words
 from api.web.pages import family
 from api.web.router import ROUTERS
 from core.db.tables import ApiKey, Audit, Job, Metric
-from core.spec.run.folder import LOG_FILE, ROLLOUTS, rollout_file
+from core.spec.run.folder import LOG_FILE, ROLLOUTS, rollout_file, rollout_tokens_file
 from tests.support.world import Caller, World, world
 
 MARKUP = "<script>alert(1)</script> \"'&"
@@ -332,6 +333,9 @@ def test_rollouts_are_sorted_and_filtered_over_the_whole_step(here: World, boss:
         lines[7] |= {"completion": "x" * 900_000 + MARKUP, "finished": False, "unscored": {"mine": f"late {MARKUP}"}}
         (folder / rollout_file(number)).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
+    tokens = [{"words": ["says ", str(at)], "sampler": [-0.5, -at / 1000]} for at in range(250)]
+    (folder / rollout_tokens_file(1)).write_text("".join(json.dumps(line) + "\n" for line in tokens))
+
     def shown(query: str) -> str:
         reply = here.ask("GET", path + query, headers=headers)
         assert reply.status_code == 200 and MARKUP not in reply.text, query
@@ -348,6 +352,13 @@ def test_rollouts_are_sorted_and_filtered_over_the_whole_step(here: World, boss:
     assert places(shown("?sort=worst&offset=240")) == list(range(240, 250))
     assert places(shown("?words=SAYS+249")) == [249]
     assert "No answer of this step has these words." in shown("?words=nothing")
+    wanted = re.search(r'data-tokens="(jobs/[^"]+)"', shown("?sort=best"))
+    assert wanted, "the place of the best answer, whatever the order of the page"
+    (told,) = here.ask("GET", f"/{html.unescape(wanted[1])}", boss.key).json()["data"]
+    assert told["completion"] == "says 249" and told["detail"]["sampler"] == [-0.5, -0.249]
+    assert told["detail"]["words"] == ["says ", "249"] and told["detail"]["trainer"] is None
+    older = here.ask("GET", f"/jobs/{here.lab.job}/rollouts?step=1&tokens=true", boss.key).json()["data"]
+    assert older[0]["completion"] == "says 0" and older[0]["detail"] is None, "of a release before it"
     assert here.ask("GET", f"{path}?step=9", headers=headers).status_code == 404
     assert here.ask("GET", f"{path}?sort=length", headers=headers).status_code == 422
     away = here.ask(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.folder import ROLLOUTS
 from core.train.base.stop import Stop
 from core.train.engine import Engine
 from core.train.recipe import run
@@ -119,6 +120,15 @@ def test_the_rollouts_are_an_artifact(calm: Path) -> None:
         assert sum(line["advantage"] for line in group) == pytest.approx(0, abs=1e-5)
     kinds = {entry["path"]: entry["kind"] for entry in events(calm, "result")[0]["artifacts"]}
     assert kinds["rollouts.jsonl"] == "rollouts"
+    for line, told in zip(lines, tokens_of(calm), strict=True):
+        assert len(told["words"]) == len(told["sampler"]) == line["tokens"] and told.keys() == {"words", "sampler"}
+        assert max(told["sampler"]) <= 0
+        assert "\ufffd" in (text := "".join(told["words"])) or text.startswith(line["completion"]), "part of a character"
+
+
+def tokens_of(run_dir: Path) -> list[dict[str, Any]]:
+    files = sorted((run_dir / ROLLOUTS).glob("tokens-*.jsonl"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
 def test_a_trial_is_the_first_rollouts_and_trains_nothing(
@@ -239,6 +249,12 @@ def test_a_second_step_over_the_same_answers_has_ratios_and_a_divergence(twice: 
     assert told[1]["kl"] == pytest.approx(0, abs=1e-8) and told[2]["kl"] > 0
     assert told[1]["clip_ratio"] == 0 and told[2]["clip_ratio"] > 0
     assert told[1]["reward"] == told[2]["reward"] and told[1]["reward"] != told[3]["reward"]
+    tokens = tokens_of(twice)
+    for one in tokens:
+        assert one["trainer"] == pytest.approx(one["sampler"], abs=1e-4)
+    first, later = tokens[0], tokens[-1]
+    assert first["reference"] == pytest.approx(first["trainer"], abs=1e-4)
+    assert later["reference"] != pytest.approx(later["trainer"], abs=1e-4), "the model has learned since"
 
 
 def test_half_the_batch_is_the_same_run(

@@ -37,7 +37,29 @@ _ANSWER: dict[str, Any] = {
     "reward": 1.2,
     "unscored": {},
     "advantage": 0.87,
-}
+    "detail": {
+        "words": ["7", "<|im_end|>"], "sampler": [-0.21, -0.01], "trainer": None, "reference": None, "value": None,
+        "advantage": None,
+    },
+}  # fmt: skip
+
+
+class AnswerTokens(AttributeDocsModel):
+    """The tokens of an answer, and what is known of each. A list is null where its numbers are not computed."""
+
+    words: list[str]
+    """Text of each token by itself."""
+    sampler: list[float]
+    """Log-probability of each at the draw."""
+    trainer: list[float] | None
+    """As training computes it before its first step over them: with `num_iterations` above 1, `ppo`, and `rloo` with
+    `beta`."""
+    reference: list[float] | None
+    """Of the model that the job began with: with `beta`."""
+    value: list[float] | None
+    """Reward that the critic expects after each: with `ppo`."""
+    advantage: list[float] | None
+    """Of each token: with `ppo`; the other stages give all tokens that of their answer."""
 
 
 class RolloutAnswer(AttributeDocsModel):
@@ -61,6 +83,8 @@ class RolloutAnswer(AttributeDocsModel):
     """Why there is no reward but 0, by name of the reward: it could not be computed, or not in its time."""
     advantage: float
     """How much better the answer is than the others to its prompt, as the stage counts it."""
+    detail: AnswerTokens | None
+    """With `tokens=true`; null where a release before it has written the rollout."""
 
 
 class RolloutList(AttributeDocsModel):
@@ -98,6 +122,7 @@ def job_rollouts(
     ] = None,
     offset: Annotated[int, Query(ge=0, le=2**31 - 1, description="Leave out so many answers.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MOST, description="Answers of a page at most.")] = 50,
+    tokens: Annotated[bool, Query(description="Also each token of the answers, with what is known of it.")] = False,
 ) -> Response:
     """The answers that the model sampled for a step of `grpo`, `rloo` or `ppo`, with their rewards and advantages,
     while the job runs and afterwards. A page ends earlier than `limit` where its answers are longer than 1 MiB."""
@@ -108,14 +133,23 @@ def job_rollouts(
     here = (app.store, app.layout, job_id, attempts)
     newest = newest_rollout(*here)
     number = newest if chosen is None else chosen
-    page = None
+    page = detail = None
     if number is not None:
         try:
             page = rollout_page(*here, number, skip=offset, limit=limit)
+            if tokens and page is not None:
+                detail = rollout_page(*here, number, skip=offset, limit=len(page.answers), tokens=True)
         except (ObjectChanged, FileNotFoundError) as error:
             raise Gone("the rollout on the data root is not the file that the trainer wrote") from error
     answers = [] if page is None else page.answers
-    filled = [{"unscored": {}} | one for one in answers]  # older files do not have it
+    details = [] if detail is None else detail.answers
+    if cut := 0 < len(details) < len(answers):  # their lines are longer
+        answers = answers[: len(details)]
+    empty = dict.fromkeys(AnswerTokens.model_fields)
+    filled = [
+        {"unscored": {}, **one, "detail": empty | details[at] if details else None}  # older files have less
+        for at, one in enumerate(answers)
+    ]
     told = None if newest is None else newest * each + 1
     if page is None and step is not None:
         shown = "there are none" if newest is None else f"there are of steps 1 to {(newest + 1) * each}"
@@ -129,6 +163,6 @@ def job_rollouts(
             "step": first,
             "sampler_mismatch_kl": mismatch,
             "data": [{name: one[name] for name in RolloutAnswer.model_fields} for one in filled],
-            "next": offset + len(answers) if page is not None and page.more else None,
+            "next": offset + len(answers) if page is not None and (page.more or cut) else None,
         }
     )

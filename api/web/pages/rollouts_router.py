@@ -77,16 +77,16 @@ def rollouts_page(
 
 def _answers(views: Views, job_id: str, step: int | None) -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
     """(first page of the API, answers of its pages up to `READ` and `ASKED`, whether there are others)."""
-    told = views.ask(job_rollouts, job_id=job_id, step=step, offset=0, limit=MOST)
+    told = views.ask(job_rollouts, job_id=job_id, step=step, offset=0, limit=MOST, tokens=False)
     answers, behind = list(told["data"]), told["next"]
     for _ in range(1, ASKED):
         if behind is None or len(answers) >= READ:
             break
         # the step by its number: without one, a rollout that was made meanwhile would be mixed in
-        page = views.ask(job_rollouts, job_id=job_id, step=told["step"], offset=behind, limit=MOST)
+        page = views.ask(job_rollouts, job_id=job_id, step=told["step"], offset=behind, limit=MOST, tokens=False)
         answers += page["data"]
         behind = page["next"]
-    return told, answers, behind is not None
+    return told, [one | {"place": place} for place, one in enumerate(answers)], behind is not None
 
 
 def _has(answer: dict[str, Any], words: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from core.spec.run.folder import ROLLOUTS, rollout_file
+from core.spec.run.folder import ROLLOUTS, rollout_file, rollout_tokens_file
 from core.storage.layout import Layout
 from core.storage.store import Store
 
@@ -35,12 +35,20 @@ def newest_rollout(store: Store, layout: Layout, job_id: str, attempts: int) -> 
 
 
 def rollout_page(
-    store: Store, layout: Layout, job_id: str, attempts: int, number: int, *, skip: int, limit: int
+    store: Store,
+    layout: Layout,
+    job_id: str,
+    attempts: int,
+    number: int,
+    *,
+    skip: int,
+    limit: int,
+    tokens: bool = False,
 ) -> RolloutPage | None:
     """Read at most `limit` answers of a rollout behind the first `skip`, as the newest attempt that has made it wrote
-    them; None where none has. StoreAway, OSError."""
+    them; with `tokens`, the tokens of these answers. None where none has. StoreAway, OSError."""
     for folder in _folders(layout, job_id, attempts):
-        key = f"{folder}/{rollout_file(number)}"
+        key = f"{folder}/{rollout_tokens_file(number) if tokens else rollout_file(number)}"
         if (size := store.size(key)) is None:
             continue
         answers: list[dict[str, Any]] = []

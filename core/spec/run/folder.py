@@ -25,3 +25,8 @@ rubbish."""
 def rollout_file(number: int) -> str:
     """Name of a rollout's file below ROLLOUTS, in the order of their numbers."""
     return f"{number:08d}.jsonl"
+
+
+def rollout_tokens_file(number: int) -> str:
+    """Name of the file beside it with the tokens of its answers: a line an answer, in the same order."""
+    return f"tokens-{rollout_file(number)}"

@@ -168,6 +168,10 @@ class Answerer:
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def word(self, token: int) -> str:
+        """Text of one token, special ones included."""
+        return str(self.tokenizer.decode([token]))
+
     def untold(self, code: str) -> bool:
         """Whether the notice has not been told in this attempt; from now on it has."""
         untold = code not in self._told

@@ -8,9 +8,9 @@ since later steps change the weights it was made with.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -24,7 +24,7 @@ from core.data.rows import PromptOnly
 from core.plan.constants import MOST_ALIKE
 from core.plan.steps import run_steps
 from core.spec.axes.rollout.stages import GRPO, RLOO, GroupStage, LearnsFromAnswers, PPOStage
-from core.spec.run.folder import ROLLOUTS, rollout_file
+from core.spec.run.folder import ROLLOUTS, rollout_file, rollout_tokens_file
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import StepBatches
@@ -40,6 +40,11 @@ from core.train.rollout.rewards import columns_of
 from core.train.run import Run
 from core.train.stages.rollout.sampled import FIGURE
 
+TOLD = {
+    "sampler": "sampler", "old": "trainer", "reference": "reference",
+    "value": "value", "advantage": "advantage",
+}
+"""Numbers of tokens that are kept for people, by the names that people know them by."""
 CUT_OFF = 0.5
 """Share of answers without an end of their own above which the job says so."""
 
@@ -108,10 +113,14 @@ class RolloutLoader:
 
     def _cut(self, rollout: Rollout, batch_size: int) -> list[list[int]]:
         """The answers that have a gradient, as batches."""
+        rows = self._rows(rollout)
+        return [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
+
+    def _rows(self, rollout: Rollout) -> list[int]:
+        """Places of the answers that have a gradient."""
         stage = self.stage
         every = stage.beta or isinstance(stage, PPOStage) or (isinstance(stage, RLOO) and stage.normalize_advantages)
-        rows = list(range(len(rollout.answers))) if every else rollout.varied()
-        return [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
+        return list(range(len(rollout.answers))) if every else rollout.varied()
 
     def epochs_after(self, steps: int) -> float:
         return self.order.epochs_after(steps // self.stage.num_iterations)
@@ -268,10 +277,23 @@ class RolloutLoader:
                     "advantage": rollout.advantages[at],
                 }
             )
-        aside = path.with_suffix(".new")
-        aside.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-        sync(aside)
-        aside.rename(path)
+        _write(folder / rollout_tokens_file(rollout.number), self._tokens(rollout))
+        _write(path, lines)
+
+    def _tokens(self, rollout: Rollout) -> Iterator[dict[str, Any]]:
+        """Of each answer the texts of its tokens, and what is known of each."""
+        known = {TOLD[name]: values for name, values in rollout.token_values.items() if name in TOLD}
+        trained = set(self._rows(rollout))
+        word = cache(self.answerer.word)
+        end = 0
+        for at, tokens in enumerate(rollout.answers):
+            start, end = end, end + len(tokens)
+            # of an answer that is not trained on only the draw is known
+            names = [name for name in known if at in trained or name == TOLD["sampler"]]
+            yield {
+                "words": [word(token) for token in tokens],
+                **{name: [round(float(value), 6) for value in known[name][start:end]] for name in names},
+            }
 
     def _tell(self, rollout: Rollout) -> None:
         """Say what keeps a rollout from teaching, once an attempt."""
@@ -292,6 +314,13 @@ class RolloutLoader:
                 f"stage.max_completion_length = {self.stage.max_completion_length} tokens; raise it, name a string "
                 "that ends answers in `stage.stop`, or fine-tune the format first",
             )
+
+
+def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    aside = path.with_suffix(".new")
+    aside.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    sync(aside)
+    aside.rename(path)
 
 
 def advantages(rollout: Rollout, stage: LearnsFromAnswers) -> list[float]:
@@ -316,7 +345,7 @@ def merge_rollouts(folders: Sequence[Path], to: Path) -> None:
     """Write the rollouts of all attempts, newest attempt first in `folders`, as one file; none where there are none."""
     newest: dict[str, Path] = {}
     for folder in folders:
-        for path in (folder / ROLLOUTS).glob("*.jsonl"):
+        for path in (folder / ROLLOUTS).glob("[0-9]*.jsonl"):
             newest.setdefault(path.name, path)
     if not newest:
         return
