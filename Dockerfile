@@ -80,6 +80,7 @@ CMD ["python", "-m", "worker"]
 FROM runtime AS api
 COPY --from=build-api /opt/eft/venv /opt/eft/venv
 COPY api ./api
+COPY examples/recipes ./examples/recipes
 RUN python -m compileall -q .
 # All that it needs is there, and PyTorch is not.
 RUN python -c 'import api.server, pyarrow.parquet, importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is not None)'

@@ -228,6 +228,8 @@ def plain(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        return ", ".join(value)
     return repr(value) if isinstance(value, float) else str(value)
 
 

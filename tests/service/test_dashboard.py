@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fastapi.routing import APIRoute
 from sqlalchemy import delete, select, update
 
 from api.auth.last_use import LastUse
 from api.auth.policy import Role, Scope, policy_of
 from api.web import render, sessions, words
-from api.web.pages import family
+from api.web.pages import family, new_router
 from api.web.router import ROUTERS
 from core.db.tables import ApiKey, Audit, Job, Metric
 from core.spec.run.folder import LOG_FILE, ROLLOUTS, rollout_file, rollout_tokens_file
@@ -208,7 +209,7 @@ def test_pages_refuse_as_the_api_does(here: World) -> None:
     viewer, left = here.caller("viewer", Role.VIEWER, Scope.READ), here.caller("left", None, Scope.BOX)
     headers = session_of(here, viewer)
     page = here.ask("GET", f"/ui/jobs/{here.lab.job}", headers=headers)
-    assert page.status_code == 200 and "data-verb=" not in page.text
+    assert page.status_code == 200 and "data-sends=" not in page.text
     assert here.ask("POST", f"/jobs/{here.lab.job}/pause", headers=token(headers)).status_code == 403
     other = here.ask("GET", f"/ui/jobs/{here.rivals.job}", headers=headers)
     assert other.status_code == 404 and here.rivals.job not in re.sub(r"no job `[^`]*`", "", other.text)
@@ -368,6 +369,19 @@ def test_rollouts_are_sorted_and_filtered_over_the_whole_step(here: World, boss:
     )
     assert away.status_code == 404
     shutil.rmtree(folder)
+
+
+def test_a_recipe_is_written_over_a_file_of_the_project(here: World, boss: Caller) -> None:
+    headers = session_of(here, boss)
+    for name in new_router.recipes():
+        reply = here.ask("GET", f"/ui/new?recipe={name}&file=file-0123", headers=headers)
+        file = re.search(r"<textarea[^>]*>(.*?)</textarea>", reply.text, re.DOTALL)
+        assert file, name
+        spec = yaml.safe_load(html.unescape(file[1]))
+        assert "file-0123" in json.dumps(spec["data"]["train"]) and "eval" not in spec["data"], name
+        assert "short" in reply.text and spec["version"] == 1
+    refused = here.ask("GET", "/ui/new?recipe=nothing", headers=headers)
+    assert refused.status_code == 404 and "grpo" in refused.text
 
 
 def test_the_lineage_of_a_model_is_drawn_without_boxes_over_one_another() -> None:

@@ -216,8 +216,9 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     job_id = service.submit({**spec, "evaluation": {"type": "held_out", "eval_steps": 1000}})
     window.go(f"ui/jobs/{job_id}")
     window.wait_for_text("#sentence", "step ", 60)
-    window.click("[data-verb=pause]")
+    window.click("[data-sends$='/pause']")
     window.wait_for_text("#sentence", "Paused at step", 60)
+    _change_in_two_tabs(window, job_id)
 
     os.kill(service.pid("api"), signal.SIGKILL)
     window.wait_for_text("#banner", "does not answer", 30)
@@ -226,7 +227,7 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     assert reply.status_code == 200, reply.text
     window.wait_for_text("#sentence", "step ", 60)
     window.wait(lambda: not window.text("#banner"), "the notice to go")
-    window.click("[data-verb=cancel]")
+    window.click("[data-sends$='/cancel']")
     window.accept()
     service.wait(job_id, "cancelled")
     window.wait_for_text("#sentence", "Cancelled", 30)
@@ -236,6 +237,22 @@ def test_pause_restart_and_resume_while_a_page_is_open(
         "seq"
     ]
     assert seen == list(range(seen[0], last + 1)), "no event is missed and none comes twice"
+
+
+def _change_in_two_tabs(window: Browser, job_id: str) -> None:
+    """What one tab changes, the other shows; what comes too late is refused in words. It ends as it began: paused."""
+    first = window.showing
+    second = window.tab(f"ui/jobs/{job_id}")
+    window.click("[data-sends$='/resume']")
+    window.show(first)
+    window.wait_for_text("#sentence", "step ", 60)
+    window.wait(lambda: "Paused" not in window.text("#sentence"), "the other tab's change", 60)
+    window.click("[data-sends$='/pause']")
+    window.show(second)
+    window.wait_for_text("#sentence", "Paused at step", 60)
+    window.run_async("eft.send(`jobs/${arguments[0]}/retry`, 'POST').then(arguments[1])", job_id)
+    window.wait_for_text("#banner", "paused")
+    window.close(then=first)
 
 
 def _answers(service: Service) -> bool:

@@ -85,6 +85,25 @@ class Browser:
         self.wait(lambda: self._try("GET", "/alert/text") is not None, "a question")
         self.ask("POST", "/alert/accept", {})
 
+    def tab(self, path: str) -> str:
+        """Open a page in another tab, which is looked at from now on; its handle."""
+        self.show(str(self.ask("POST", "/window/new", {"type": "tab"})["handle"]))
+        self.go(path)
+        return self.showing
+
+    @property
+    def showing(self) -> str:
+        """Handle of the tab that is looked at."""
+        return str(self.ask("GET", "/window"))
+
+    def show(self, tab: str) -> None:
+        self.ask("POST", "/window", {"handle": tab})
+
+    def close(self, then: str) -> None:
+        """Close this tab, and look at another."""
+        self.ask("DELETE", "/window")
+        self.show(then)
+
     def run(self, script: str, *arguments: Any) -> Any:
         return self.ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 

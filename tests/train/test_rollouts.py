@@ -123,7 +123,7 @@ def test_the_rollouts_are_an_artifact(calm: Path) -> None:
     for line, told in zip(lines, tokens_of(calm), strict=True):
         assert len(told["words"]) == len(told["sampler"]) == line["tokens"] and told.keys() == {"words", "sampler"}
         assert max(told["sampler"]) <= 0
-        assert "\ufffd" in (text := "".join(told["words"])) or text.startswith(line["completion"]), "part of a character"
+        assert "\ufffd" in (text := "".join(told["words"])) or text.startswith(line["completion"]), "part of one"
 
 
 def tokens_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -95,6 +95,7 @@ def job_page(
     """One job: what it does, its curves, samples, log, timeline, spec, memory and results."""
     views = Views(request, principal)
     job = views.ask(jobs.show_job, job_id=job_id)
+    samples = views.ask(job_samples, job_id=job_id, step=step)
     events, phase, seq = _told(app, job_id)
     lineage = views.ask(job_lineage, job_id=job_id)["data"]
     return render.page(
@@ -107,7 +108,8 @@ def job_page(
         final=Status(job["status"]) in FINAL,
         events=events,
         seq=seq,
-        samples=views.ask(job_samples, job_id=job_id, step=step),
+        samples=samples,
+        newest=_newest(views, job_id, samples),
         artifacts=views.ask(jobs.list_artifacts, job_id=job_id)["data"],
         log=_log(views, job_id),
         lineage=lineage if len(lineage) > 1 else [],
@@ -119,6 +121,14 @@ def job_page(
         writes=render.may_write(principal),
         model=_model_of(app, principal, job_id),
     )
+
+
+def _newest(views: Views, job_id: str, samples: dict[str, Any]) -> dict[str, Any] | None:
+    """The newest answers by their rows, where others are shown."""
+    if not samples["steps"] or samples["steps"][-1] == samples["step"]:
+        return None
+    told = views.ask(job_samples, job_id=job_id, step=samples["steps"][-1])
+    return {"step": told["step"], "answers": {one["row"]: one["tuned"] for one in told["data"]}}
 
 
 def _file_of(spec: dict[str, Any]) -> str | None:

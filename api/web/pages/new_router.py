@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any
@@ -16,10 +17,13 @@ from api.files.router import list_files
 from api.jobs.router import show_job
 from api.web import render
 from api.web.views import Views
+from core import HOME
+from core.errors import NotFound
 from core.jobs.views import handles
 from core.spec.job import JobSpec
 
 router = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[Depends(authorise)])
+RECIPES = HOME / "examples" / "recipes"
 FILES = 200
 """Newest files that the form offers."""
 
@@ -31,8 +35,9 @@ def new_page(
     app: App,
     clone: Annotated[str, Query(max_length=300, pattern=r"^[^\x00]*$")] = "",
     file: Annotated[str, Query(max_length=300, pattern=r"^[^\x00]*$")] = "",
+    recipe: Annotated[str, Query(max_length=100, pattern=r"^[^\x00]*$")] = "",
 ) -> Response:
-    """A form over the job spec; with `clone` the file of that job."""
+    """A form over the job spec; with `clone` the file of that job, with `recipe` one of the examples over `file`."""
     views = Views(request, principal)
     text, origin = "", None
     if clone:
@@ -40,10 +45,16 @@ def new_page(
         spec = dict(origin["spec"])
         spec.pop("version", None)
         text = yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=100)
+    elif recipe:
+        if recipe not in recipes():
+            raise NotFound(f"there is no recipe `{recipe}`; there are {', '.join(recipes())}", field="recipe")
+        text = _over(recipes()[recipe], file)
     return render.page(
         request,
         "new.html",
         text=text,
+        recipe=recipe,
+        recipes=list(recipes()),
         origin=origin,
         files=views.ask(list_files, sha256=None, limit=FILES, after=None)["data"],
         chosen=file,
@@ -56,6 +67,21 @@ def _job_id(app: AppState, principal: Reading, handle: str) -> str:
         return handle
     with app.database.read() as session:
         return handles.resolve(session, principal, handles.JOB, handle)
+
+
+@cache
+def recipes() -> dict[str, str]:
+    """Job files of the examples by their names; none where the service runs without them."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(RECIPES.glob("*.yaml"))}
+
+
+def _over(text: str, file: str) -> str:
+    """A recipe over an uploaded file in place of its own, which lie on the author's disk."""
+    text = re.sub(r"^( +)(eval: *\S.*)$", r"\1# \2", text, flags=re.MULTILINE)
+    if not file:
+        return text
+    text = re.sub(r"type: path(,|\n) *path: [\w./-]+", lambda found: f"type: file{found[1]} id: {file}", text)
+    return re.sub(r"^( *[\w-][^#\n]*?)[\w./-]+\.jsonl", lambda found: found[1] + file, text, flags=re.MULTILINE)
 
 
 @cache

@@ -121,7 +121,7 @@
         scales: { x: { time: false, range: (_, min, max) => (chart.view = [min, max]) }, y: { distr: look.log ? 3 : 1, range: extent } },
         axes: [
           { stroke, grid, font, ticks: grid, size: 30, values: (_, ticks) => ticks.map(look.tick), space: 60 },
-          { stroke, grid, font, ticks: grid, size: 52, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : look.y(tick)) },
+          { stroke, grid, font, ticks: grid, size: 60, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : look.y(tick)) },
         ],
         hooks: { init: [(u) => u.over.append(dot, tip)], setCursor: [hover], setScale: [(_, key) => { if (key === "x") settled(); }] },
       }, table, area);

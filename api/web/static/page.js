@@ -180,27 +180,6 @@ document.addEventListener("click", async (event) => {
   } else if (button.dataset.copy !== undefined) {
     await navigator.clipboard.writeText(button.dataset.copy);
     button.textContent = "Copied";
-  } else if (button.dataset.verb) {
-    if (button.dataset.sure && !confirm(button.dataset.sure)) return;
-    button.disabled = true;
-    const { verb, job } = button.dataset;
-    const reply = verb === "delete" ? await eft.fetch(`jobs/${job}`, { method: "DELETE" }) : await eft.fetch(`jobs/${job}/${verb}`, { method: "POST" });
-    button.disabled = false;
-    if (!reply.ok) return eft.over || eft.tell(await eft.fault(reply));
-    if (verb === "delete") location.href = `${eft.root}ui/jobs`;
-    else if (verb === "retry") location.href = `${eft.root}ui/jobs/${(await reply.json()).id}`;
-    else eft.soon(0);
-  } else if (button.dataset.verbNode) {
-    const verb = button.dataset.verbNode, name = encodeURIComponent(button.dataset.node);
-    let query = "";
-    if (verb === "drain") {
-      const reason = prompt("Drain this node: running jobs write a checkpoint and go on elsewhere. Why?");
-      if (reason === null) return;
-      query = `?reason=${encodeURIComponent(reason)}`;
-    }
-    const reply = await eft.fetch(`nodes/${name}/${verb}${query}`, { method: "POST" });
-    if (!reply.ok && !eft.over) eft.tell(await eft.fault(reply));
-    eft.soon(0);
   } else if (button.id === "signout") {
     await eft.fetch("ui/signout", { method: "POST" });
     location.href = `${eft.root}ui/signin?why=out`;

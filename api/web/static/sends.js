@@ -1,6 +1,8 @@
 "use strict";
 // Forms, lists and buttons that state a request of the API in their attributes: `data-method`, `data-sends` (its path,
-// `{name}` taken from the form's field of this name) and `data-body`, or the form's fields.
+// `{name}` taken from the form's field of this name) and `data-body`, or the form's fields. A button asks `data-asks`
+// before and sends what is said as the query's `data-field`; `data-then` is the page to go to, with the id of what was
+// made where it ends in a slash.
 (() => {
   const show = ({ key, name }) => {
     const box = document.getElementById("made"), shown = document.createElement("code"), copy = document.createElement("button");
@@ -40,8 +42,16 @@
   document.addEventListener("click", async (event) => {
     const button = event.target.closest("button[data-sends]");
     if (!button || (button.dataset.sure && !confirm(button.dataset.sure))) return;
+    const { asks, field, then, method, body } = button.dataset;
+    let path = button.dataset.sends;
+    if (asks) {
+      const said = prompt(asks);
+      if (said === null) return;
+      path += `?${field}=${encodeURIComponent(said)}`;
+    }
     button.disabled = true;
-    await eft.send(button.dataset.sends, button.dataset.method, button.dataset.body && JSON.parse(button.dataset.body));
+    const reply = await eft.send(path, method, body && JSON.parse(body));
     button.disabled = false;
+    if (reply && then) location.href = eft.root + (then.endsWith("/") ? then + (await reply.json()).id : then);
   });
 })();

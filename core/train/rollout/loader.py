@@ -41,8 +41,11 @@ from core.train.run import Run
 from core.train.stages.rollout.sampled import FIGURE
 
 TOLD = {
-    "sampler": "sampler", "old": "trainer", "reference": "reference",
-    "value": "value", "advantage": "advantage",
+    "sampler": "sampler",
+    "old": "trainer",
+    "reference": "reference",
+    "value": "value",
+    "advantage": "advantage",
 }
 """Numbers of tokens that are kept for people, by the names that people know them by."""
 CUT_OFF = 0.5
