@@ -1,15 +1,14 @@
 """Quantised base formats against their own libraries: `python -m bench.formats [--size 2048] [--rows 256] [--runs 5]`.
 
-One weight of each format that is unpacked at preparation, of random numbers. Two figures: the time to unpack it, ours
-and the library's in turn in one process; and the time of a training product, ours with the weight that was unpacked
-once, the library's with its dequantisation each time, as it computes on a CPU. Both weights are compared bit by bit
-first. Of libraries that are not installed a line says so; NF4 and our int8 stay packed, and `bench.kernels` has them.
+One weight of each format that is unpacked at preparation, of random numbers. Two figures of processor time: to unpack
+it, ours and the library's in turn in one process; and a training product, ours with the weight that was unpacked once,
+the library's with its dequantisation each time, as it computes on a CPU. Both weights are compared bit by bit first. Of
+libraries that are not installed a line says so; NF4 and our int8 stay packed, and `bench.kernels` has them.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.report import finish, hardware, in_turn, show
+from bench.report import finish, hardware, in_turn, seconds, show
 from core.train.hub.unpack import codes, compressed, formats
 from core.train.hub.unpack.packing import Packing
 
@@ -137,13 +136,13 @@ def multiply(x: Tensor, weight: Tensor | Callable[[], Tensor]) -> Tensor:
 
 
 def timed(work: Callable[[], Any]) -> Callable[[], float]:
-    """Milliseconds of a call; the first one does not count."""
+    """Milliseconds of processor time of a call; the first one does not count."""
     work()
 
     def measure() -> float:
-        began = time.perf_counter()
+        began = seconds("cpu")
         work()
-        return (time.perf_counter() - began) * 1e3
+        return (seconds("cpu") - began) * 1e3
 
     return measure
 

@@ -1,14 +1,14 @@
 """Each optimizer's step and state against a library's: `python -m bench.optimizers [--device cuda] [--runs 5]`.
 
 The parameters are four blocks of a 576-wide Llama, 14 million, with the same random gradients for both. One figure is
-the time of a step, ours and the peer's in turn in one process; the other is the bytes of the state. The peer is torch
+the time of a step, ours and the peer's in turn in one process (on a CPU its processor time); the other is the bytes of
+the state. The peer is torch
 itself, torchao, bitsandbytes, lion-pytorch or pytorch-optimizer; of those that are not installed, a line says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from bench.report import finish, hardware, in_turn, show
+from bench.report import finish, hardware, in_turn, seconds, show
 from core.spec.axes.optimizer import Optimizer
 from core.train.optim.groups import ParameterGroup
 from core.train.optim.optimizers import build_optimizer
@@ -117,17 +117,15 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def clock(optimizer: torch.optim.Optimizer, device: torch.device, times: int) -> Callable[[], float]:
-    """Milliseconds of a step; the first ones, which make the state or compile, do not count."""
+    """Milliseconds of a step (bench.report.seconds); the first ones, which make the state or compile, do not count."""
     for _ in range(2):
         optimizer.step()
 
     def measure() -> float:
-        began = time.perf_counter()
+        began = seconds(device.type)
         for _ in range(times):
             optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / times * 1e3
+        return (seconds(device.type) - began) / times * 1e3
 
     return measure
 

@@ -62,7 +62,8 @@ def main() -> None:
     parser.add_argument("--r", type=int, default=16)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 on a machine that others use")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="*", default=["ours", "trl", "tuned", "bare", "lora", "unsloth"], choices=NAMES)
+    default = ["ours", "apart", "trl", "tuned", "bare", "lora", "unsloth"]
+    parser.add_argument("--only", nargs="*", default=default, choices=NAMES)
     parser.add_argument("--apart", nargs="*", default=list(APART), choices=NAMES, help="in a process of their own")
     parser.add_argument("--memory-of", choices=NAMES, help="of a child")
     parser.add_argument("--serve", choices=NAMES, help="of a child")

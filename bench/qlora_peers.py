@@ -3,7 +3,10 @@
 For all: rank 16 (alpha 32) on every linear layer of the decoder, no dropout, activation checkpointing (non-reentrant),
 gradients clipped to a norm of 1, fused AdamW, products in bfloat16.
 
-    ours         our engine: NF4 with double quantisation, float32 adapters under autocast, the chunked loss
+    ours         our engine: NF4 with double quantisation, float32 adapters under autocast, the chunked loss; on a CPU
+                 norms and gated activations by the C kernels
+    apart        the same with norms and gated activations as transformers computes them
+    compiled     the same with `training.compile`: blocks compiled by torch, which is not part of a step
     trl          bitsandbytes + PEFT + TRL's SFTTrainer as users run it: its own loss (chunked, with entropy and token
                  accuracy), its default of bfloat16 adapters and bf16 autocast
     tuned        the same trainer well set: packing, nothing but bfloat16 (base, adapters and products, so no autocast
@@ -32,7 +35,7 @@ from torch import Tensor
 from bench.qlora_models import tokenizer_for
 from core.train.batch import IGNORE_INDEX, Batch
 
-NAMES = ("ours", "trl", "tuned", "bare", "bnb", "lora", "unsloth")
+NAMES = ("ours", "apart", "compiled", "trl", "tuned", "bare", "bnb", "lora", "unsloth")
 CHECKPOINTING = {"use_reentrant": False}
 Step = Callable[[Tensor], Tensor]
 """One optimizer step on ids [rows, tokens]; answers the loss before it."""
@@ -64,8 +67,8 @@ def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> S
     """`batches`: all that will be asked for, in order (a trainer wants its data set beforehand)."""
     torch.manual_seed(0)
     match name:
-        case "ours":
-            return _ours(folder, shape)
+        case "ours" | "apart" | "compiled":
+            return _ours(folder, shape, name)
         case "trl" | "tuned":
             return _Trl(folder, shape, batches, tuned=name == "tuned")
         case "bare" | "bnb" | "lora":
@@ -79,9 +82,10 @@ def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> S
 # --- ours ------------------------------------------------------------------------------------------
 
 
-def _ours(folder: Path, shape: Shape) -> Step:
+def _ours(folder: Path, shape: Shape, name: str) -> Step:
     from core.spec.axes.optimizer import AdamW
     from core.train.engine import build_engine
+    from core.train.kernels.fused.modules import fuse_parts
     from core.train.loss.head import OutputHead, head_of, hidden_states
     from core.train.loss.linear_cross_entropy import linear_cross_entropy
     from core.train.policy import PolicyModel
@@ -93,11 +97,15 @@ def _ours(folder: Path, shape: Shape) -> Step:
     base.to(shape.device)
     base.enable_input_require_grads()
     model = _adapt(base, shape, full=True)
+    if name == "ours":
+        fuse_parts(model, shape.device)
     fuse_adapters(model)
     head = head_of(model)
     assert isinstance(head, OutputHead), head
     spec = AdamW(learning_rate=1e-4, weight_decay=0.0)
     engine = build_engine(model, spec, device=shape.device, autocast=torch.bfloat16)
+    if name == "compiled":
+        _compile(engine, several_rows=shape.rows > 1)
 
     def loss_of(_: PolicyModel, batch: Batch, totals: Totals) -> Loss:
         hidden = hidden_states(head, batch.input_ids)[:, :-1].flatten(0, 1)
@@ -116,6 +124,24 @@ def _ours(folder: Path, shape: Shape) -> Step:
         return mean.detach()
 
     return step
+
+
+def _compile(engine: Any, *, several_rows: bool) -> None:
+    """What `training.compile` does before the first step, for as long as this process lasts."""
+    from core.train.compiling.prepare import try_blocks
+    from core.train.compiling.regions import Compiler, Region
+    from core.train.memory.streaming.blocks import find_blocks
+
+    compiler = Compiler(several_rows=several_rows, sign_of_life=lambda: None)
+    regions = [Region(name, block, compiler) for name, block in find_blocks(engine.model)]
+    why = try_blocks(engine, compiler) or next((each.why_eager for each in regions if each.why_eager), None)
+    if why is not None:
+        raise Missing(f"the blocks are not compiled: {why}")
+
+    def stop(block: str, reason: str) -> None:
+        raise RuntimeError(f"{block} has no code: {reason}")
+
+    compiler.close(stop)
 
 
 # --- bitsandbytes, PEFT, TRL -----------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ def hardware() -> str:
             break
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{model}, {os.cpu_count()} cores, {gib:.0f} GiB"
+
+
+def seconds(device: str) -> float:
+    """A reading of the clock; figures are differences of two. On a CPU it is the processor time of this process, which
+    other programs disturb less than the time by the clock; on a GPU the latter, once all work is done."""
+    if device == "cpu":
+        return time.process_time()
+    import torch
+
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def in_turn(ours: Callable[[], float], peer: Callable[[], float], runs: int) -> dict[str, Any]:

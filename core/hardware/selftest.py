@@ -180,7 +180,7 @@ def _vetoes(bad: Mapping[str, Part]) -> dict[str, str]:
         what, *rest = name.split(".")
         reason = f"{name} {describe(part)}"
         match what:
-            case "dequantize" | "gemv" | "loss" if rest[0] not in ("logits", PORTABLE):
+            case "dequantize" | "gemv" | "loss" | "block" if rest[0] not in ("logits", PORTABLE):
                 veto.setdefault(f"{rest[0]}:{what}", reason)
             case "loss" if rest[0] == PORTABLE:
                 veto.setdefault("chunked", reason)
@@ -244,7 +244,7 @@ def finished(verdict: Verdict) -> Verdict:
     bad = {name: part for name, part in verdict.parts.items() if _failed(part)}
     best = choice.precisions[0] if choice.precisions else None
     backends = {"attention": (choice.attention.get(best or "") or ("none",))[0]}
-    for what in ("dequantize", "gemv", "loss"):
+    for what in ("dequantize", "gemv", "loss", "block"):
         here = [name.split(".")[1] for name, part in verdict.parts.items() if name.startswith(f"{what}.")]
         able = [
             backend for backend in dict.fromkeys(here) if backend != "logits" and not _vetoed(choice, what, backend)

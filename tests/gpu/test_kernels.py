@@ -14,7 +14,7 @@ from core.train.kernels import interface, ops
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
 from core.train.loss.head import OutputHead, head_of, hidden_states
 from core.train.loss.linear_cross_entropy import HeadOptions, linear_cross_entropy, token_figures, token_logprobs
-from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
+from core.train.quant.adapters import FusedLoraLinear, fuse_adapters
 from core.train.quant.int8 import quantize_int8
 from core.train.quant.linear import QuantLinear
 from core.train.quant.nf4 import quantize_nf4
@@ -189,7 +189,7 @@ def test_a_models_step_is_the_cpus_grouped_or_not(
         assert fuse_adapters(model).grouped == 10
         if not grouped:
             for module in model.modules():
-                if isinstance(module, QuantLoraLinear):
+                if isinstance(module, FusedLoraLinear):
                     module.shared = None
         if checkpointing is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.train.export.merge import write_merged
-from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
+from core.train.quant.adapters import FusedLoraLinear, fuse_adapters
 from core.train.quant.linear import QuantLinear
 from core.train.quant.model import load_quantized
 from tests.support import small_llama
@@ -43,7 +43,7 @@ def _gradients(model: Any, ids: torch.Tensor = IDS) -> tuple[torch.Tensor, dict[
 @pytest.mark.parametrize("rslora", [False, True], ids=["lora", "rslora"])
 def test_fused_equals_pefts_own_forward(folder: Path, rslora: bool) -> None:
     plain, fused = _model(folder, fuse=False, use_rslora=rslora), _model(folder, use_rslora=rslora)
-    assert isinstance(fused.base_model.model.model.layers[0].mlp.up_proj, QuantLoraLinear)
+    assert isinstance(fused.base_model.model.model.layers[0].mlp.up_proj, FusedLoraLinear)
     assert list(fused.state_dict()) == list(plain.state_dict())
     (logits, grads), (logits2, grads2) = _gradients(plain.train()), _gradients(fused.train())
     torch.testing.assert_close(logits2, logits, rtol=1e-4, atol=1e-5)
@@ -104,7 +104,7 @@ def test_merge_adds_in_float32_and_unmerge_is_exact(folder: Path) -> None:
     model.unmerge_adapter()
     assert torch.equal(layer.base_layer.packed, packed) and torch.equal(model(IDS).logits, before)
     plain = model.merge_and_unload()
-    assert not any(isinstance(m, (QuantLinear, QuantLoraLinear)) for m in plain.modules())
+    assert not any(isinstance(m, (QuantLinear, FusedLoraLinear)) for m in plain.modules())
     assert torch.equal(plain(IDS).logits, merged)
 
 
@@ -202,7 +202,7 @@ def test_dora_in_bfloat16_is_nearer_to_float32_than_pefts_own(folder: Path) -> N
 def test_dora_multiplies_no_identity(folder: Path) -> None:
     """Nothing square of a layer's width is made, and the weight is unpacked whole only for its products."""
     model = _magnified(folder).train()
-    widths = {m.in_features for m in model.modules() if isinstance(m, QuantLoraLinear)}
+    widths = {m.in_features for m in model.modules() if isinstance(m, FusedLoraLinear)}
 
     class Seen(TorchDispatchMode):
         eyes = 0
@@ -320,5 +320,5 @@ def test_writing_that_is_broken_off_leaves_no_layer_merged(folder: Path, tmp_pat
     assert not any(layer.merged or not isinstance(layer.base_layer, QuantLinear) for layer in _lora_layers(model))
 
 
-def _lora_layers(model: nn.Module) -> list[QuantLoraLinear]:
-    return [module for module in model.modules() if isinstance(module, QuantLoraLinear)]
+def _lora_layers(model: nn.Module) -> list[FusedLoraLinear]:
+    return [module for module in model.modules() if isinstance(module, FusedLoraLinear)]

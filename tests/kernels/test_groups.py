@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from core.train.kernels import autograd
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
-from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
+from core.train.quant.adapters import FusedLoraLinear, fuse_adapters
 from core.train.quant.nf4 import quantize_nf4
 from tests.support import small_llama
 from tests.support.small_llama import IDS
@@ -105,8 +105,8 @@ def _model(folder: Path, **lora: Any) -> Any:
     return small_llama.adapted(folder, **lora).train()
 
 
-def _layers(model: nn.Module) -> list[QuantLoraLinear]:
-    return [m for m in model.modules() if isinstance(m, QuantLoraLinear)]
+def _layers(model: nn.Module) -> list[FusedLoraLinear]:
+    return [m for m in model.modules() if isinstance(m, FusedLoraLinear)]
 
 
 def _gradients(model: Any) -> list[Tensor]:

@@ -26,9 +26,10 @@ def save(folder: Path, dtype: torch.dtype = torch.float32, *, shards: str = "5GB
     return folder
 
 
-def adapted(folder: Path, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
-    """PEFT's model over NF4, not fused, whose adapters do something: LoRA r 4 on all linear layers, or `lora`."""
-    base, _ = load_quantized(folder, dtype)
+def adapted(folder: Path, dtype: torch.dtype = torch.float32, *, dense: bool = False, **lora: Any) -> Any:
+    """PEFT's model over NF4 or the dense weights, not fused, whose adapters do something: LoRA r 4 on all linear
+    layers, or `lora`."""
+    base: Any = LlamaForCausalLM.from_pretrained(folder, dtype=dtype) if dense else load_quantized(folder, dtype)[0]
     torch.manual_seed(1)
     config = LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **lora})
     model = get_peft_model(base, config)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from core.train.kernels.saved import save_result
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A packed linear with its LoRA, one of those that share an input."""
+    """A packed linear with its LoRA, one of those that share an input; or a dense one, whose weight is `packed`."""
 
     packed: Tensor
     scales: Sequence[Tensor]
-    format: Format
+    format: Format | Literal["dense"]
     block: int
     bias: Tensor | None
     a: Tensor
@@ -146,6 +146,8 @@ def _product(rows: Tensor, m: Member, xa: Tensor) -> Tensor:
 
 
 def _product_of_few(rows: Tensor, m: Member, xa: Tensor) -> Tensor:
+    if m.format == "dense":
+        return _product(rows, m, xa)
     y = few_rows(rows, m.packed, list(m.scales), m.format, m.block, m.b.shape[0], m.bias)
     if y is None:
         return _product(rows, m, xa)

@@ -24,8 +24,9 @@ from core.train.kernels.triton import probe
 log = logging.getLogger("eft.train.kernels")
 
 Backend = Literal["portable", "native", "triton"]
-Part = Literal["dequantize", "gemv", "loss"]
-"""What is chosen by itself: unpacking, the product of few rows, the loss over a chunk of logits."""
+Part = Literal["dequantize", "gemv", "loss", "block"]
+"""What is chosen by itself: unpacking, the product of few rows, the loss over a chunk of logits, and what a block
+computes beside its products (core/train/kernels/fused)."""
 
 _vetoes: dict[tuple[Backend, Part], str] = {}
 
@@ -44,7 +45,7 @@ def available(device: torch.device, part: Part = "dequantize") -> tuple[Backend,
     leaves that alone. (`EFT_KERNELS=triton` on a CPU is for tests: Triton's interpreter.)"""
     asked = os.environ.get("EFT_KERNELS")
     if asked == "triton" or (asked != "portable" and device.type == "cuda"):
-        if probe.unavailable(device) is None:
+        if part != "block" and probe.unavailable(device) is None:
             return "triton", "portable"
     elif device.type == "cpu" and part != "gemv" and not isinstance(native.library(), str):  # it heeds EFT_KERNELS
         return "native", "portable"
@@ -81,7 +82,7 @@ def unveto() -> None:
 def describe(device: torch.device) -> dict[str, Any]:
     """For the run record: the backend, why it is not a faster one, and which parts another one does."""
     found: dict[str, Any] = {"backend": backend_for(device)}
-    others = {part: backend_for(device, part) for part in get_args(Part)}
+    others = {part: backend_for(device, part) for part in get_args(Part) if part != "block"}  # FusedParts has that
     if "triton" in others.values():
         found["triton"] = probe.version()
         if len(set(others.values())) > 1:

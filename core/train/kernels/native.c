@@ -253,3 +253,178 @@ void eft_adamw(float *parameter, const float *gradient, uint8_t *mean, float *me
         square_scale[at] = pack_block(square_codes, s, square_bounds, bits, here);
     }
 }
+
+/* --- parts of a block beside its products ---------------------------------------------------------- */
+
+/* As to_bf16, and what is not a number stays that: a loss that diverges has to show. */
+static inline uint16_t to_bf16_any(float value) {
+    return (bits_of(value) & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : to_bf16(value);
+}
+
+static inline float rounded_to(float value, int bf16) { return bf16 ? from_bf16(to_bf16_any(value)) : value; }
+
+static inline float element(const void *from, int64_t i, int bf16) {
+    return bf16 ? from_bf16(((const uint16_t *)from)[i]) : ((const float *)from)[i];
+}
+
+static inline void put(void *to, int64_t i, float value, int bf16) {
+    if (bf16)
+        ((uint16_t *)to)[i] = to_bf16_any(value);
+    else
+        ((float *)to)[i] = value;
+}
+
+static inline const void *row_of(const void *from, int64_t row, int64_t width, int bf16) {
+    return (const char *)from + row * width * (bf16 ? 2 : 4);
+}
+
+/* What a normalised value is multiplied by, and whether it is rounded before that. */
+static inline float gain(const void *weight, int64_t i, int bf16, int from_one) {
+    return from_one ? 1.0f + element(weight, i, bf16) : element(weight, i, bf16);
+}
+
+static inline __attribute__((always_inline)) void norm_row(void *out, float *scale, const void *x, const void *weight,
+                                                           float eps, int64_t width, int bf16, int from_one) {
+    float sum[LANES] = {0}, all = 0.0f;
+    int64_t full = width / LANES * LANES;
+    for (int64_t i = 0; i < full; i += LANES)
+        for (int j = 0; j < LANES; j++)
+            sum[j] += element(x, i + j, bf16) * element(x, i + j, bf16);
+    for (int j = 0; j < LANES; j++)
+        all += sum[j];
+    for (int64_t i = full; i < width; i++)
+        all += element(x, i, bf16) * element(x, i, bf16);
+    float by = 1.0f / __builtin_sqrtf(all / (float)width + eps);
+    *scale = by;
+    for (int64_t i = 0; i < width; i++) {
+        float normed = element(x, i, bf16) * by;
+        put(out, i, (from_one ? normed : rounded_to(normed, bf16)) * gain(weight, i, bf16, from_one), bf16);
+    }
+}
+
+static inline __attribute__((always_inline)) void norm_grad_row(void *grad_x, const void *grad, const void *x,
+                                                                const void *weight, float by, int64_t width, int bf16,
+                                                                int from_one) {
+    float sum[LANES] = {0}, all = 0.0f;
+    int64_t full = width / LANES * LANES;
+    for (int64_t i = 0; i < full; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            float g = element(grad, i + j, bf16) * gain(weight, i + j, bf16, from_one);
+            sum[j] += (from_one ? g : rounded_to(g, bf16)) * element(x, i + j, bf16);
+        }
+    for (int j = 0; j < LANES; j++)
+        all += sum[j];
+    for (int64_t i = full; i < width; i++) {
+        float g = element(grad, i, bf16) * gain(weight, i, bf16, from_one);
+        all += (from_one ? g : rounded_to(g, bf16)) * element(x, i, bf16);
+    }
+    float along = all * by * by * by / (float)width;
+    for (int64_t i = 0; i < width; i++) {
+        float g = element(grad, i, bf16) * gain(weight, i, bf16, from_one);
+        put(grad_x, i, (from_one ? g : rounded_to(g, bf16)) * by - element(x, i, bf16) * along, bf16);
+    }
+}
+
+/* Rows of x [rows, width] over the root of their mean square, times the weight [width] (or 1 + weight, `from_one`,
+ * without a rounding in between). `scale` [rows] is kept for the gradient. */
+void eft_norm(void *out, float *scale, const void *x, const void *weight, float eps, int bf16, int from_one,
+              int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        void *to = (void *)row_of(out, row, width, bf16);
+        const void *from = row_of(x, row, width, bf16);
+        if (bf16 && from_one)
+            norm_row(to, scale + row, from, weight, eps, width, 1, 1);
+        else if (bf16)
+            norm_row(to, scale + row, from, weight, eps, width, 1, 0);
+        else
+            norm_row(to, scale + row, from, weight, eps, width, 0, from_one);
+    }
+}
+
+/* The gradient of x in eft_norm; the weight has none. */
+void eft_norm_grad(void *grad_x, const void *grad, const void *x, const void *weight, const float *scale, int bf16,
+                   int from_one, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        void *to = (void *)row_of(grad_x, row, width, bf16);
+        const void *g = row_of(grad, row, width, bf16), *from = row_of(x, row, width, bf16);
+        if (bf16 && from_one)
+            norm_grad_row(to, g, from, weight, scale[row], width, 1, 1);
+        else if (bf16)
+            norm_grad_row(to, g, from, weight, scale[row], width, 1, 0);
+        else
+            norm_grad_row(to, g, from, weight, scale[row], width, 0, from_one);
+    }
+}
+
+#ifdef __FMA__
+#define MULTIPLY_ADD(a, b, c) __builtin_fmaf(a, b, c)
+#else
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
+#endif
+
+/* 1 / (1 + exp(-x)), by `exponential` with fewer roundings. Without branches, which would keep the loops from being
+ * vectorised. */
+static inline float sigmoid(float x) {
+    float below = of_bits(bits_of(x) | 0x80000000u);
+    below = below < -87.0f ? -87.0f : below;
+    float whole = MULTIPLY_ADD(below, 1.44269504088896341f, 12582912.0f) - 12582912.0f;
+    float r = MULTIPLY_ADD(whole, -0.693359375f, below);
+    r = MULTIPLY_ADD(whole, 2.12194440e-4f, r);
+    float p = MULTIPLY_ADD(1.9875691500e-4f, r, 1.3981999507e-3f);
+    p = MULTIPLY_ADD(p, r, 8.3334519073e-3f);
+    p = MULTIPLY_ADD(p, r, 4.1665795894e-2f);
+    p = MULTIPLY_ADD(p, r, 1.6666665459e-1f);
+    p = MULTIPLY_ADD(p, r, 5.0000001201e-1f);
+    p = MULTIPLY_ADD(p * r, r, r) + 1.0f;
+    float e = p * of_bits((uint32_t)((int32_t)whole + 127) << 23);
+    uint32_t negative = (uint32_t)((int32_t)bits_of(x) >> 31);
+    return of_bits((bits_of(e) & negative) | (0x3f800000u & ~negative)) / (1.0f + e);
+}
+
+static inline __attribute__((always_inline)) void gate_part(void *out, const void *gate, const void *up, int64_t start,
+                                                            int64_t end, int bf16) {
+    for (int64_t i = start; i < end; i++) {
+        float g = element(gate, i, bf16);
+        put(out, i, rounded_to(g * sigmoid(g), bf16) * element(up, i, bf16), bf16);
+    }
+}
+
+static inline __attribute__((always_inline)) void gate_grad_part(void *grad_gate, void *grad_up, const void *grad,
+                                                                 const void *gate, const void *up, int64_t start,
+                                                                 int64_t end, int bf16) {
+    for (int64_t i = start; i < end; i++) {
+        float g = element(gate, i, bf16), from = element(grad, i, bf16), s = sigmoid(g);
+        float inner = rounded_to(from * element(up, i, bf16), bf16);
+        put(grad_up, i, from * rounded_to(g * s, bf16), bf16);
+        put(grad_gate, i, inner * (s * (1.0f + g * (1.0f - s))), bf16);
+    }
+}
+
+#define PIECE 4096
+
+/* silu(gate) · up, element by element. */
+void eft_gate(void *out, const void *gate, const void *up, int bf16, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t start = 0; start < n; start += PIECE) {
+        int64_t end = start + PIECE < n ? start + PIECE : n;
+        if (bf16)
+            gate_part(out, gate, up, start, end, 1);
+        else
+            gate_part(out, gate, up, start, end, 0);
+    }
+}
+
+/* The gradients of both. */
+void eft_gate_grad(void *grad_gate, void *grad_up, const void *grad, const void *gate, const void *up, int bf16,
+                   int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t start = 0; start < n; start += PIECE) {
+        int64_t end = start + PIECE < n ? start + PIECE : n;
+        if (bf16)
+            gate_grad_part(grad_gate, grad_up, grad, gate, up, start, end, 1);
+        else
+            gate_grad_part(grad_gate, grad_up, grad, gate, up, start, end, 0);
+    }
+}

@@ -29,6 +29,10 @@ log = logging.getLogger("eft.train.kernels")
 SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-std=gnu11"]
 DTYPES = (torch.bfloat16, torch.float32)
+NAMES = (
+    *("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale", "eft_adamw"),
+    *("eft_norm", "eft_norm_grad", "eft_gate", "eft_gate_grad"),
+)
 
 
 class NativeUnavailable(Exception):
@@ -84,6 +88,59 @@ def adamw_step(parameter: Tensor, gradient: Tensor, means: QuantisedMeans, numbe
     _adamw(_ready(), parameter, gradient, means, numbers)
 
 
+def norm(out: Tensor, scale: Tensor, x: Tensor, weight: Tensor, eps: float, from_one: bool) -> None:
+    """Fill `out` with the rows of x [..., n] over the root of their mean square, times the weight [n] or 1 + weight,
+    and `scale` [...], float32, with what `norm_grad` needs. Here and below: contiguous, of one dtype of DTYPES."""
+    _norm(_ready(), out, scale, x, weight, eps, from_one)
+
+
+def norm_grad(grad_x: Tensor, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, from_one: bool) -> None:
+    """Fill `grad_x` with the gradient of x in `norm`."""
+    _norm_grad(_ready(), grad_x, grad, x, weight, scale, from_one)
+
+
+def gate(out: Tensor, gate: Tensor, up: Tensor) -> None:
+    """Fill `out` with silu(gate) · up."""
+    _gate(_ready(), out, gate, up)
+
+
+def gate_grad(grad_gate: Tensor, grad_up: Tensor, grad: Tensor, gate: Tensor, up: Tensor) -> None:
+    """Fill `grad_gate` and `grad_up` with the gradients of `gate`."""
+    _gate_grad(_ready(), grad_gate, grad_up, grad, gate, up)
+
+
+def _norm(
+    kernels: ctypes.CDLL, out: Tensor, scale: Tensor, x: Tensor, weight: Tensor, eps: float, from_one: bool
+) -> None:
+    kernels.eft_norm(
+        _at(out), _at(scale), _at(x), _at(weight), ctypes.c_float(eps), _narrow(x), int(from_one),
+        *_size(x.view(-1, x.shape[-1])), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _norm_grad(
+    kernels: ctypes.CDLL, grad_x: Tensor, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, from_one: bool
+) -> None:
+    kernels.eft_norm_grad(
+        _at(grad_x), _at(grad), _at(x), _at(weight), _at(scale), _narrow(x), int(from_one),
+        *_size(x.view(-1, x.shape[-1])), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _gate(kernels: ctypes.CDLL, out: Tensor, gate: Tensor, up: Tensor) -> None:
+    count = ctypes.c_int64(out.numel())
+    kernels.eft_gate(_at(out), _at(gate), _at(up), _narrow(out), count, torch.get_num_threads())
+
+
+def _gate_grad(
+    kernels: ctypes.CDLL, grad_gate: Tensor, grad_up: Tensor, grad: Tensor, gate: Tensor, up: Tensor
+) -> None:
+    kernels.eft_gate_grad(
+        _at(grad_gate), _at(grad_up), _at(grad), _at(gate), _at(up), _narrow(gate), ctypes.c_int64(gate.numel()),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
 def _adamw(
     kernels: ctypes.CDLL, parameter: Tensor, gradient: Tensor, means: QuantisedMeans, numbers: AdamNumbers
 ) -> None:
@@ -122,6 +179,10 @@ def _at(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
+def _narrow(tensor: Tensor) -> int:
+    return int(tensor.dtype == torch.bfloat16)
+
+
 def _size(tensor: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
     rows, width = tensor.shape
     return ctypes.c_int64(rows), ctypes.c_int64(width)
@@ -150,7 +211,7 @@ def _load() -> ctypes.CDLL:
             if not target.is_file():
                 _compile(compiler, Path(aside) / "made.so", target)
             loaded = ctypes.CDLL(str(target))  # stays loaded when the file goes
-            for name in ("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale", "eft_adamw"):
+            for name in NAMES:
                 getattr(loaded, name).restype = None
         except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
             if kept is not None:
@@ -219,6 +280,8 @@ def _try_out(kernels: ctypes.CDLL) -> None:
             raise NativeUnavailable(f"their int8 in {dtype} differs from torch's on this processor")
     _try_adamw(kernels, values)
     _try_softmax(kernels, values[:19200].view(6, 3200).to(torch.bfloat16))
+    for dtype in DTYPES:
+        _try_parts(kernels, values[:7000].view(7, 1000).to(dtype))
 
 
 def _try_adamw(kernels: ctypes.CDLL, values: Tensor) -> None:
@@ -250,3 +313,27 @@ def _try_softmax(kernels: ctypes.CDLL, logits: Tensor) -> None:
     kernels.eft_softmax_scale(_at(scaled), _at(top), _at(factor), *_size(logits), torch.get_num_threads())
     if not torch.allclose(scaled.float(), wanted * factor.unsqueeze(1), rtol=2**-7, atol=1e-30):
         raise NativeUnavailable("their softmax differs from torch's on this processor")
+
+
+@torch.enable_grad()
+def _try_parts(kernels: ctypes.CDLL, x: Tensor) -> None:
+    grad, weight = x.roll(3, 1), x[2] * 0.1
+    parts = {False: weight, True: 1.0 + weight.float()}
+    found: list[tuple[Tensor, Tensor]] = []
+    for from_one, by in parts.items():
+        leaf = x.float().requires_grad_()
+        wanted = leaf * torch.rsqrt(leaf.pow(2).mean(-1, keepdim=True) + 1e-6) * by
+        out, grad_x, scale = torch.empty_like(x), torch.empty_like(x), torch.empty(x.shape[0])
+        _norm(kernels, out, scale, x, weight, 1e-6, from_one)
+        _norm_grad(kernels, grad_x, grad, x, weight, scale, from_one)
+        found += [(out, wanted), (grad_x, torch.autograd.grad(wanted, leaf, grad.float())[0])]
+    gate, up = x.float().requires_grad_(), grad.float().requires_grad_()
+    wanted = torch.nn.functional.silu(gate) * up
+    out, grad_gate, grad_up = (torch.empty_like(x) for _ in range(3))
+    _gate(kernels, out, x, grad)
+    _gate_grad(kernels, grad_gate, grad_up, grad, x, grad)
+    found += [(out, wanted), *zip((grad_gate, grad_up), torch.autograd.grad(wanted, (gate, up), up), strict=True)]
+    tolerance = 2.0**-6 if x.dtype == torch.bfloat16 else 1e-5
+    for each, right in found:
+        if not float((each.float() - right.detach()).abs().max()) <= tolerance * float(right.detach().abs().max()):
+            raise NativeUnavailable(f"their norm or gate in {x.dtype} differs from torch's on this processor")

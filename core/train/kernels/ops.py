@@ -27,6 +27,9 @@ from core.train.kernels.scratch import scratch_for
 def _dense(
     packed: Tensor, scales: Sequence[Tensor], format: str, block: int, shape: tuple[int, int], like: Tensor
 ) -> Tensor:
+    if format == "dense":
+        return packed.to(like.dtype)
+
     def fill(out: Tensor) -> None:
         dequantize_into(out, packed, list(scales), cast(Format, format), block)
 

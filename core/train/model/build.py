@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -21,6 +21,8 @@ from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostO
 from core.spec.settled import method_of
 from core.train.base.adapters import load_adapter
 from core.train.base.rng import seed_all
+from core.train.kernels.fused.modules import FusedParts, fuse_parts
+from core.train.kernels.interface import describe
 from core.train.kernels.scratch import clear_scratch
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from core.train.memory.streaming.block_source import FileBlocks
     from core.train.memory.streaming.blocks import StreamedBlock
     from core.train.memory.streaming.stream import StreamedModel
+    from core.train.quant.adapters import Fusion
     from core.train.quant.targets import QuantOptions
 
 
@@ -63,6 +66,8 @@ class Built:
     """For the run record: what was packed, from where, and how it computes; None when nothing is."""
     fp8: dict[str, Any] | None
     """The same of layers that multiply in 8-bit floats."""
+    parts: FusedParts
+    """How norms, gated activations and adapters compute."""
 
     @property
     def updates(self) -> UpdateStrategy:
@@ -82,7 +87,8 @@ class Built:
 
     def about(self) -> dict[str, Any]:
         """Entries of the run record."""
-        return {"quantization": self.quantization, "fp8": self.fp8, "memory": self.memory}
+        about = {"quantization": self.quantization, "fp8": self.fp8, "memory": self.memory}
+        return about | {"fused_parts": asdict(self.parts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +128,14 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
         groups.append(add_value_head(model))
     if (alpha := spec.training.neftune_noise_alpha) is not None:
         add_noise(model, alpha)
-    if packed is not None:
-        packed |= _fuse(model, placement.device)
-        run.close_at_end(clear_scratch)
+    # torch.compile fuses the same parts by itself, and cannot look into operators of ours.
+    parts = FusedParts("compiled") if spec.training.compile else fuse_parts(model, placement.device)
+    if packed is not None or parts.backend == "native":
+        adapters = _fuse(model, dense=parts.backend == "native")
+        if packed is not None:
+            packed |= {"kernels": describe(placement.device), "adapters": asdict(adapters)}
+            run.close_at_end(clear_scratch)
+        parts = replace(parts, adapters=adapters.fused)
     offload = _offload(model, placement, run)
     inputs = _inputs(placement.device, run)
     policy = CheckpointPolicy(selective=spec.memory.gradient_checkpointing == "selective", inputs=inputs)
@@ -138,7 +149,7 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     for part in (streamed, offload, inputs):
         if part is not None:
             run.close_at_end(part.close)
-    return Built(model, groups, streamed, offload, inputs, memory, packed, in_fp8)
+    return Built(model, groups, streamed, offload, inputs, memory, packed, in_fp8, parts)
 
 
 def build_base(run: Run, placement: Placement, tokenizer: Any) -> tuple[nn.Module, dict[str, Any] | None]:
@@ -356,12 +367,11 @@ def _adapt(
             assert_never(unknown)
 
 
-def _fuse(model: nn.Module, device: torch.device) -> dict[str, Any]:
+def _fuse(model: nn.Module, *, dense: bool) -> Fusion:
     """Base and adapter in one operator wherever it covers the adapter; how it came out."""
-    from core.train.kernels.interface import describe
     from core.train.quant.adapters import fuse_adapters
 
-    return {"kernels": describe(device), "adapters": asdict(fuse_adapters(model))}
+    return fuse_adapters(model, dense=dense)
 
 
 def _offload(model: nn.Module, placement: Placement, run: Run) -> OptimizerOffload | None:

@@ -60,13 +60,13 @@ def pad_ranks(model: nn.Module, multiple: int) -> int:
 def split_matmuls(model: nn.Module, limits: Limits) -> None:
     """Let every linear layer of `model`, packed or dense, with an adapter or without, keep to `limits`. Call it when
     the model is whole. Parameters, their names, state and classes stay as they are."""
-    from core.train.quant.adapters import QuantLoraLinear
+    from core.train.quant.adapters import FusedLoraLinear
 
     if limits.fp32_rows is None and limits.output_bytes is None:
         return
     for module in model.modules():
         match module:
-            case QuantLoraLinear():  # its products are an operator's, not those of layers of its own
+            case FusedLoraLinear():  # its products are an operator's, not those of layers of its own
                 module.row_split = RowSplit(limits, _larger_side(module))
             case OftLinear():  # the rotation is a product of its own
                 _in_parts(module, RowSplit(limits, _larger_side(module)))

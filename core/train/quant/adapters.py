@@ -1,10 +1,10 @@
-"""LoRA over packed weights: PEFT's own layers, with the base and the adapter in one operator, and a merge that counts.
+"""LoRA with base and adapter in one operator, in PEFT's own layers, and a merge into packed weights that counts.
 
-PEFT makes the adapters (`get_peft_model`); `fuse_adapters` then gives each of its LoRA layers over a QuantLinear this
-module's class. Names, state dict, saving, several adapters, scaling and enabling stay PEFT's. What the operator does
-not cover (several active adapters at once, variants but DoRA, a bias in B, mixed batches) runs in PEFT's own forward
-over the packed base: right, slower, and said once in the log. DoRA has the operator too (core/train/quant/dora.py), one
-layer at a time.
+PEFT makes the adapters (`get_peft_model`); `fuse_adapters` then gives each of its LoRA layers over a QuantLinear, and
+on a CPU over a frozen dense layer too, this module's class. Names, state dict, saving, several adapters, scaling and
+enabling stay PEFT's. What the operator does not cover (several active adapters at once, variants but DoRA, a bias in B,
+mixed batches) runs in PEFT's own forward over the base: right, slower, and said once in the log where the base is
+packed. DoRA over a packed base has the operator too (core/train/quant/dora.py), one layer at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SharedInput:
     another tensor than the first was, the group is dissolved, with a warning.
     """
 
-    def __init__(self, members: list[QuantLoraLinear]) -> None:
+    def __init__(self, members: list[FusedLoraLinear]) -> None:
         self.members = members
         self.dissolved = False
         self._x: Tensor | None = None
@@ -94,8 +94,8 @@ class SharedInput:
         self._ready.clear()
 
 
-class QuantLoraLinear(PeftLinear):
-    """PEFT's LoRA layer over a QuantLinear."""
+class FusedLoraLinear(PeftLinear):
+    """PEFT's LoRA layer over a QuantLinear or a frozen dense layer."""
 
     shared: SharedInput | None = None
     place: int = 0
@@ -111,7 +111,7 @@ class QuantLoraLinear(PeftLinear):
             if self.row_split is None:
                 result: Tensor = super().forward(x, *args, **kwargs)
                 return result
-            return self.row_split.call(lambda rows: super(QuantLoraLinear, self).forward(rows, *args, **kwargs), x)
+            return self.row_split.call(lambda rows: super(FusedLoraLinear, self).forward(rows, *args, **kwargs), x)
         if self.shared is None or self.shared.dissolved or torch.compiler.is_compiling():
             return self.alone(x, adapter)
         return self.shared.forward(self.place, x, adapter)
@@ -119,6 +119,8 @@ class QuantLoraLinear(PeftLinear):
     def fused_adapter(self) -> str | None:
         """The one adapter that the fused operator takes now; None when PEFT's own forward has to run."""
         if self.disable_adapters or self.merged:
+            return None
+        if torch.compiler.is_compiling() and not isinstance(self.base_layer, QuantLinear):
             return None
         active = [name for name in self.active_adapters if name in self.lora_A]
         return active[0] if len(active) == 1 and why_unfused(self, active[0]) is None else None
@@ -138,14 +140,13 @@ class QuantLoraLinear(PeftLinear):
 
     def operands(self, x: Tensor, adapter: str) -> Member:
         """What the operator takes beside x; draws the adapter's dropout."""
-        base = self.base_layer
-        assert isinstance(base, QuantLinear)  # why_unfused has looked
+        base: Any = self.base_layer
         a, b = operand(self.lora_A[adapter]), operand(self.lora_B[adapter])
-        dropout = self.lora_dropout[adapter]
+        dropout, scaling = self.lora_dropout[adapter], float(self.scaling[adapter])
         dropped = None if isinstance(dropout, nn.Identity) or not self.training else dropout(x)
-        return Member(
-            base.packed, base.scales, base.format, base.block, base.bias, a, b, float(self.scaling[adapter]), dropped
-        )
+        if not isinstance(base, QuantLinear):  # why_unfused has looked
+            return Member(base.weight, (), "dense", 0, base.bias, a, b, scaling, dropped)
+        return Member(base.packed, base.scales, base.format, base.block, base.bias, a, b, scaling, dropped)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Put a dense 16-bit layer with the adapter added in the base's place: dequantised and added in float32,
@@ -181,8 +182,9 @@ class QuantLoraLinear(PeftLinear):
 
 def why_unfused(layer: PeftLinear, adapter: str) -> str | None:
     """Why this adapter of this layer does not run in the fused operator; None when it does."""
-    if not isinstance(layer.base_layer, QuantLinear):
-        return "the base is not packed"
+    base = layer.base_layer
+    if not isinstance(base, QuantLinear) and (type(base) is not nn.Linear or _is_trained(base)):
+        return "the base is neither packed nor a frozen linear layer"
     if adapter in layer.lora_variant:
         return f"variant {type(layer.lora_variant[adapter]).__name__}"
     if layer.lora_bias[adapter]:
@@ -192,17 +194,25 @@ def why_unfused(layer: PeftLinear, adapter: str) -> str | None:
     return None
 
 
-def fuse_adapters(model: nn.Module) -> Fusion:
+def _is_trained(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def fuse_adapters(model: nn.Module, *, dense: bool = False) -> Fusion:
     """Give every LoRA layer over a QuantLinear the fused forward and the merge that counts, and let siblings over one
-    input share it. Call after `get_peft_model`, and again after adapters were added to other layers."""
+    input share it. Call after `get_peft_model`, and again after adapters were added to other layers. `dense`: layers
+    over a frozen nn.Linear, too."""
     fused = 0
     reasons: Counter[str] = Counter()
     for module in model.modules():
-        if not isinstance(module, PeftLinear) or not isinstance(module.get_base_layer(), QuantLinear):
+        if not isinstance(module, PeftLinear):
             continue
-        if type(module) not in (PeftLinear, QuantLoraLinear):
+        if not isinstance(base := module.get_base_layer(), QuantLinear):
+            fused += dense and _fuse_dense(module, base)
+            continue
+        if type(module) not in (PeftLinear, FusedLoraLinear):
             raise TypeError(f"adapters of {type(module).__name__} do not go over a packed weight")
-        module.__class__ = QuantLoraLinear
+        module.__class__ = FusedLoraLinear
         module.__dict__["shared"] = None
         active = [name for name in module.active_adapters if name in module.lora_A]
         reason = "several active adapters" if len(active) != 1 else why_unfused(module, active[0])
@@ -218,12 +228,20 @@ def fuse_adapters(model: nn.Module) -> Fusion:
     return Fusion(fused, dict(reasons), _group(model))
 
 
+def _fuse_dense(module: PeftLinear, base: nn.Module) -> bool:
+    """Whether the operator covers this layer over a dense one; it has the fused forward then."""
+    if type(module) is not PeftLinear or type(base) is not nn.Linear or _is_trained(base) or module.lora_variant:
+        return False
+    module.__class__ = FusedLoraLinear
+    return True
+
+
 def _group(model: nn.Module) -> int:
     grouped = 0
     for parent in model.modules():
         for names in SHARED:
             found = [getattr(parent, name, None) for name in names]
-            members = [m for m in found if isinstance(m, QuantLoraLinear)]
+            members = [m for m in found if isinstance(m, FusedLoraLinear)]
             if len(members) < 2 or len({m.in_features for m in members}) > 1:
                 continue
             shared = SharedInput(members)

@@ -15,6 +15,7 @@ from core.hardware.selftest import WIDE_RANK
 from core.train.kernels import interface
 from core.train.kernels.autograd import Member, lora_linear
 from core.train.kernels.format import Format
+from core.train.kernels.fused.operators import rms_norm, silu_gate
 from core.train.kernels.interface import Backend
 from core.train.loss.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from core.train.quant.int8 import dequantize_int8_into, quantize_int8
@@ -58,6 +59,12 @@ def checks(device: torch.device) -> list[SelftestCheck]:
         SelftestCheck(f"loss.{backend}.{dtype}", partial(_chunked, backend, dtype))
         for backend in interface.available(device, "loss")
         for dtype in DTYPES
+    ]
+    found += [
+        SelftestCheck(f"block.native.{dtype}", partial(_parts_of_a_block, dtype))
+        for backend in interface.available(device, "block")
+        if backend == "native"
+        for dtype in ("bf16", "fp32")
     ]
     return found
 
@@ -172,3 +179,23 @@ def _chunked(backend: Backend, dtype: str, device: torch.device) -> Measured:
         return linear_cross_entropy(hidden, head, labels, chunk_rows=32, backend=backend)
 
     return _loss(dtype, device, compute)
+
+
+def _parts_of_a_block(dtype: str, device: torch.device) -> Measured:
+    """Both RMS norms and the gated activation, forward and backward."""
+    x, exact_x = rounded(draw(1, 40, 200), dtype, device)
+    y, exact_y = rounded(draw(2, 40, 200), dtype, device)
+    weight, exact_weight = rounded(draw(3, 200, scale=0.3), dtype, device)
+    leaves, exact = [t.requires_grad_() for t in (x, y)], [t.requires_grad_() for t in (exact_x, exact_y)]
+    normed = exact_x * torch.rsqrt(exact_x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    pairs = [
+        (rms_norm(x, weight, 1e-6, from_one=False) * y, normed * exact_weight * exact_y),
+        (rms_norm(x, weight, 1e-6, from_one=True) * y, normed * (1.0 + exact_weight) * exact_y),
+        (silu_gate(x, y), functional.silu(exact_x) * exact_y),
+    ]
+    for found, wanted in list(pairs):
+        ours = torch.autograd.grad(found.sum(), leaves)
+        right = torch.autograd.grad(wanted.sum(), exact, retain_graph=True)
+        pairs += zip(ours, right, strict=True)
+    steps = 8.0 if dtype != "fp32" else 64.0
+    return Measured(difference(pairs), *rounding(dtype, steps, "a sum over a row, an exponential, and products"))

@@ -1,0 +1,64 @@
+"""RMS norm and the gated activation, each one operator with its gradient, by the C kernels (native.c).
+
+Values are rounded where the eager formulas round them, so that in bfloat16 a result differs from the eager one where a
+sum in another order, or another exponential, falls on the other side of a rounding. Each row is computed by itself, in
+an order that neither threads nor other rows change. Tensors are of one dtype, bfloat16 or float32, on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from core.train.kernels import native
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool) -> Tensor:
+    """x [..., n] over the root of its mean square, times the frozen weight [n]; with `from_one` times 1 + weight, as
+    Gemma has it, with one rounding in place of two. No second derivatives."""
+    return cast(Tensor, _Norm.apply(x, weight, eps, from_one))  # type: ignore[no-untyped-call]
+
+
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, of one shape. No second derivatives."""
+    return cast(Tensor, _Gate.apply(gate, up))  # type: ignore[no-untyped-call]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        out, scale = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32)
+        native.norm(out, scale, x, weight, eps, from_one)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.from_one = from_one
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        native.norm_grad(grad_x, grad.contiguous(), x, weight, scale, ctx.from_one)
+        return grad_x, None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        native.gate(out, gate, up)
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        native.gate_grad(grad_gate, grad_up, grad.contiguous(), gate, up)
+        return grad_gate, grad_up
