@@ -99,7 +99,7 @@ def test_the_record_says_what_was_packed_and_how_it_computes(tmp_path: Path, tin
     ("axes", "format", "layers", "fused"),
     [
         ({"method": {"type": "lora", "r": 4}, "quantization": "int8"}, "int8", 14, 14),
-        ({"quantization": {"type": "nf4", "double": False, "skip_modules": ["o_proj"]}}, "nf4", 12, 12),
+        ({"quantization": {"type": "nf4", "double": False, "skip_modules": ["o_proj"]}}, "nf4", 12, 14),
         ({"method": {"type": "qlora", "r": 4, "use_dora": True}}, "nf4", 14, 14),
         ({"method": {"type": "qlora", "r": 4, "use_rslora": True, "target_modules": "attention"}}, "nf4", 14, 8),
     ],
@@ -110,6 +110,8 @@ def test_packings_and_adapters_in_turn(
 ) -> None:
     run_dir = go(tmp_path / "run", tiny_dir, rows, **axes)
     packed = record(run_dir)["quantization"]
+    if packed["kernels"]["backend"] == "portable":  # adapters over dense layers stay PEFT's then
+        fused = min(fused, layers)
     assert (packed["format"], packed["layers"], packed["adapters"]["fused"]) == (format, layers, fused)
     assert losses(run_dir)[-1] < losses(run_dir)[0]
 
