@@ -99,7 +99,7 @@ def test_wrong_kernels_are_found_and_a_fault_is_led_around(tmp_path: Path) -> No
     assert "SIGSEGV" in verdict.cured["lora.r16.bf16"] and "Memory access fault" in verdict.cured["lora.r16.bf16"]
     assert verdict.environment == faults.NO_HIPBLASLT
     assert not verdict.ok and verdict.refused is None
-    assert verdict.backends == {"attention": "math", "dequantize": "portable", "loss": "native"}
+    assert verdict.backends == {"attention": "math", "dequantize": "portable", "loss": "native", "block": "native"}
     choice = choose(verdict)
     assert choice.precisions == ("bf16", "fp16", "fp32")
     assert choice.attention["bf16"] == ("math", "eager")

@@ -23,7 +23,7 @@ from core.train.kernels.native import DTYPES
 Form = Literal["plain", "from_one"]
 FORMS: tuple[Form, ...] = ("plain", "from_one")
 WIDTH = 24
-"""Of the numbers that a class is tried with."""
+"""Width of the numbers that a class is tried with."""
 TOLERANCE = 1e-5
 
 
