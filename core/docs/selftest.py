@@ -28,6 +28,11 @@ PARTS = (
         "the next one is used, finally whole logits",
     ),
     (
+        "block.native",
+        "both RMS norms and the gated activation, forward and backward (CPUs with a C compiler)",
+        "they and LoRA over dense weights are computed as transformers and PEFT do",
+    ),
+    (
         "fp8.linear",
         "a linear layer in 8-bit floats, if supported (GPUs with torchao)",
         "fp8 falls back to bf16",
