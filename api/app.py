@@ -51,6 +51,7 @@ from api.rewards.router import router as rewards_router
 from api.serving import replies
 from api.serving.router import router as serving_router
 from api.sessions.router import router as sessions_router
+from api.sessions.wakes import Wakes
 from api.sweeps.router import router as sweeps_router
 from api.tinker import results as tinker_results
 from api.tinker.downloads_router import open_router as downloads_router
@@ -167,7 +168,7 @@ def _state(settings: Settings) -> AppState:
     database = Database(settings.sqlalchemy_url)
     store = open_store(settings)
     uses = LastUse(database, idle_seconds=settings.session_idle_hours * 3600)
-    return AppState(settings, database, layout, store, Hub(database), RequestLimits(settings), uses)
+    return AppState(settings, database, layout, store, Hub(database), RequestLimits(settings), uses, Wakes(layout))
 
 
 def _lifespan(state: AppState) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
@@ -178,6 +179,7 @@ def _lifespan(state: AppState) -> Callable[[FastAPI], AbstractAsyncContextManage
         remove_stale(state.layout)
         state.hub.runs_on(asyncio.get_running_loop())
         state.last_use.start()
+        state.wakes.start()
         sender = Sender(state.database, state.settings)
         sender.start()
         exporter = TraceExporter(state.database, state.settings)
@@ -187,6 +189,7 @@ def _lifespan(state: AppState) -> Callable[[FastAPI], AbstractAsyncContextManage
         sender.close()
         exporter.close()
         state.last_use.close()
+        state.wakes.close()
         state.upload_threads.shutdown(wait=False, cancel_futures=True)
         state.checkers.close()
         state.database.dispose()

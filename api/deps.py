@@ -24,6 +24,7 @@ from api.files.checking import Checkers
 from api.http.body_limits import RequestLimits
 from api.metrics.latencies import Latencies
 from api.notices.lookups import Lookups
+from api.sessions.wakes import Wakes
 from api.web import sessions
 from core.db.engine import Database
 from core.errors import Unauthorized
@@ -49,6 +50,7 @@ class AppState:
     hub: Hub
     limits: RequestLimits
     last_use: LastUse
+    wakes: Wakes
     checkers: Checkers = field(default_factory=Checkers)
     upload_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload"))
     """Not those that all other routes share."""

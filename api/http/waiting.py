@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
@@ -29,17 +30,27 @@ async def until(
     first: float = LONGEST_LOOK,
     longest: float = LONGEST_LOOK,
     request: Request | None = None,
+    rung: Callable[[], asyncio.Event] | None = None,
 ) -> T:
     """What `look` finds once it is `over`, `seconds` have passed, or the client of `request` has left. It looks in a
-    thread; the pauses between looks grow from `first` to `longest` seconds."""
+    thread; the pauses between looks grow from `first` to `longest` seconds. `rung` makes an event that ends a pause."""
     deadline, pause = time.monotonic() + seconds, first
     while True:
+        event = None if rung is None else rung()  # before the look: what comes meanwhile is not missed
         found = await run_in_threadpool(look)
         left = deadline - time.monotonic()
         if over(found) or left <= 0 or (request is not None and await request.is_disconnected()):
             return found
-        await asyncio.sleep(min(pause, left))
+        await _pause(min(pause, left), event)
         pause = min(pause * GROWTH, longest)
+
+
+async def _pause(seconds: float, event: asyncio.Event | None) -> None:
+    if event is None:
+        await asyncio.sleep(seconds)
+        return
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
 
 
 def has_ended(view: dict[str, Any]) -> bool:

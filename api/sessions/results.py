@@ -9,12 +9,13 @@ from fastapi import Request
 from api.auth.policy import Principal
 from api.http.waiting import until
 from api.sessions.service import Sessions
+from api.sessions.wakes import Wakes
 from core.db.tables import SessionOperation
 from core.jobs.base.states import FINAL, Status
 from core.jobs.lifecycle.sessions.records import FoundSession
 
 FIRST_LOOK, LONGEST_LOOK = 0.004, 0.1
-"""Seconds between two looks for a result."""
+"""Seconds between two looks for a result whose end nobody rings for: its worker is on another box."""
 
 Seen = tuple[FoundSession, SessionOperation, bytes]
 
@@ -25,7 +26,10 @@ async def result(
     """The session, an operation of it, and the arrays of its result, once there is one or the session has ended, or
     after `wait` seconds."""
     look = partial(sessions.look, principal, session_id, position)
-    return await until(_over, look, wait, first=FIRST_LOOK, longest=LONGEST_LOOK, request=request)
+    wakes: Wakes = request.app.state.eft.wakes
+    first = LONGEST_LOOK if wakes.rings_for(session_id) else FIRST_LOOK
+    rung = partial(wakes.of, session_id, position)
+    return await until(_over, look, wait, first=first, longest=LONGEST_LOOK, request=request, rung=rung)
 
 
 def _over(seen: Seen) -> bool:

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from api.jobs.service import Jobs
 from api.sessions import schemas
+from core.base import bells
 from core.db.engine import Database
 from core.db.tables import SessionOperation
 from core.errors import Fault, NotFound, SpecError, plainly
@@ -93,7 +94,9 @@ class Sessions:
                     len(sent.tensors),
                     sent.lane,
                 )
-                return row.position
+                position = row.position
+            bells.ring(self._layout.bells, f"{session_id}-*", session_id)
+            return position
         finally:
             if aside is not None:
                 aside.unlink(missing_ok=True)  # of an operation that was known, or refused

@@ -37,6 +37,7 @@ async def retrieve_futures(request: Request, principal: Reading, app: App) -> Re
         first=FIRST_LOOK,
         longest=LONGEST_LOOK,
         request=request,
+        rung=lambda: app.wakes.of(sampler.host),
     )
     told = [{"state": "finished" if well else "failed", "request_id": f"{sampler.host}.{at}"} for at, well in found]
     return JSONResponse({"completions": told, "cursor": found[-1][0] if found else wish.prev_cursor})

@@ -21,7 +21,7 @@ from api.tinker.forms.messages import Answered, Scored, Targets
 from core.db.tables import SessionOperation, SessionSave
 from core.errors import NotFound
 from core.jobs.base.states import FINAL, Status
-from core.jobs.lifecycle.sessions import log, saves
+from core.jobs.lifecycle.sessions import saves
 from core.jobs.lifecycle.sessions.records import FoundSession
 from core.spec.session import tensors
 
@@ -47,10 +47,9 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, 
     asked, result = row.operation, row.result or {}
     match asked["op"]:
         case "forward" | "forward_backward":
-            sent = log.tensors_path(of.app.layout.session(row.session_id), row.position).read_bytes()
-            lengths = [int(one) for one in tensors.unpack(sent)["lengths"]]  # the result has none
-            wide = sum(tensors.split(sent)[0]["targets"]["shape"][1:])
-            logprobs = tensors.unpack(body)["logprobs"]
+            arrays = tensors.unpack(body)
+            logprobs, lengths = arrays["logprobs"], [int(one) for one in arrays["lengths"]]
+            wide = sum(tensors.split(body)[0]["logprobs"]["shape"][1:])
             metrics = {"loss:sum": float(result["loss"])}
             if not packed:
                 return plain.pass_answer(lengths, logprobs, metrics, wide)
@@ -59,9 +58,8 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, 
             arrays = tensors.unpack(body)
             answers, of_prompt = _sampled(result, arrays, asked.get("sample_top", 0)), _scored(asked, arrays)
             if (scores := arrays.get("prompt_target_logprobs")) is not None:
-                sent = log.tensors_path(of.app.layout.session(row.session_id), row.position).read_bytes()
-                wide = tensors.split(sent)[0]["targets"]["shape"][1]
-                of_prompt = replace(of_prompt, targets=Targets.of(tensors.unpack(sent)["targets"], scores, wide))
+                wide = tensors.split(body)[0]["prompt_targets"]["shape"][1]
+                of_prompt = replace(of_prompt, targets=Targets.of(arrays["prompt_targets"], scores, wide))
             if not packed:
                 return plain.sample_answer(answers, of_prompt)
             return Response(messages.sample_output(answers, of_prompt), media_type=PROTOBUF)

@@ -53,6 +53,11 @@ class Layout:
         return self.root / "tracking"
 
     @property
+    def bells(self) -> Path:
+        """Sockets by which processes of one box wake each other (core/base/bells.py)."""
+        return self.root / "bells"
+
+    @property
     def runs(self) -> Path:
         return self.root / "runs"
 

@@ -476,7 +476,7 @@ def test_weights_leave_encrypted_for_those_who_are_named(here: World, boss: Call
 def test_named_targets_come_back_in_their_form() -> None:
     dense = bodies.PlainTensor(data=[4, -1, 5, 6], dtype="int64", shape=[2, 2])
     named, wide = messages.read_targets(dense, 3)
-    assert (named, wide) == ([4, -1, 5, 6, -2, -2], 2)
+    assert (named, wide) == ([4, -1, 5, 6, -2, -2], 2) and all(isinstance(one, int) for one in named)
     told = messages.Targets.of(named, [-0.5, 0, -1, -2, 0, 0], wide)
     assert told == messages.Targets(2, 2, [-0.5, 0, -1, -2], None)
     sparse = {"sparse_crow_indices": [0, 1, 3], "sparse_col_indices": [3, 0, 2]}

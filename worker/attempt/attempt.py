@@ -292,7 +292,9 @@ class AttemptRunner:
         if self.claim.kind == Kind.SERVING:
             self._bridge = ServingBridge(site, self._database, token, ours, self.lose, self._ask)
         else:
-            self._bridge = SessionBridge(self._database, token, site.layout.session(token.job_id), ours, self.lose)
+            self._bridge = SessionBridge(
+                self._database, token, site.layout.session(token.job_id), site.layout.bells, ours, self.lose
+            )
         return child
 
     # -- a data root that is an object store

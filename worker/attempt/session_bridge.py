@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from core.base import bells
 from core.base.files import write_private
 from core.db.tables import SessionOperation
 from core.jobs.base.transitions import Token
@@ -29,7 +30,7 @@ from worker.attempt.context import PatientDatabase
 log = logging.getLogger("eft.worker")
 
 POLL_SECONDS = 0.01
-"""Between two looks for the next operation, right after the last one."""
+"""Between two looks for the next operation, right after the last one, as long as nobody rings when one comes."""
 SLOW_POLL_SECONDS = 0.25
 """The same once none has come for a while."""
 QUICK_SECONDS = 10.0
@@ -47,6 +48,7 @@ class SessionBridge:
         database: PatientDatabase,
         token: Token,
         folder: Path,
+        bells_folder: Path,
         stream: socket.socket,
         lose: Callable[[], None],
     ) -> None:
@@ -57,6 +59,11 @@ class SessionBridge:
         self._unsaved = 0
         self._snapshot = 0
         self._ended = threading.Event()
+        self._bells = bells_folder
+        self._name = f"{token.job_id}-{token.attempt}"
+        self._bell = bells.hung(bells_folder, self._name)
+        self._woken = self._rung = False
+        """By a ring, the last time; and whether operations come with one, so that few looks are enough."""
         self._thread = threading.Thread(target=self._run, name=f"eft-session-{token.job_id[-6:]}", daemon=True)
 
     def start(self) -> None:
@@ -65,10 +72,13 @@ class SessionBridge:
     def close(self) -> None:
         """End it; the child has ended, or is about to be."""
         self._ended.set()
+        bells.ring(self._bells, self._name, "")
         with contextlib.suppress(OSError):  # the other end is gone already
             self._stream.shutdown(socket.SHUT_RDWR)
         self._thread.join(30.0)
         self._stream.close()
+        if self._bell is not None:
+            self._bell.close()
 
     def _run(self) -> None:
         try:
@@ -101,13 +111,20 @@ class SessionBridge:
                 self._pass_on(row)
                 quiet_since = time.monotonic()
             if rows:
+                self._rung = self._woken
                 continue
             quiet = time.monotonic() - quiet_since
             if quiet > self._idle_seconds and self._unsaved == 0 and self._park():
                 return
             if quiet > min(self._idle_seconds, QUICK_SECONDS) and self._unsaved:
                 self._take_snapshot()
-            self._ended.wait(POLL_SECONDS if quiet < QUICK_SECONDS else SLOW_POLL_SECONDS)
+            self._rest(POLL_SECONDS if quiet < QUICK_SECONDS and not self._rung else SLOW_POLL_SECONDS)
+
+    def _rest(self, seconds: float) -> None:
+        if self._bell is None:
+            self._ended.wait(seconds)
+        else:
+            self._woken = self._bell.wait(seconds)
 
     def _pass_on(self, row: SessionOperation) -> None:
         """Have one operation computed, and write down what it came to unless that was done before."""
@@ -153,6 +170,8 @@ class SessionBridge:
         if not written:
             self._lose()
             self._ended.set()
+            return
+        bells.ring(self._bells, "api-*", f"{self._token.job_id}.{position}")
 
     def _compare(self, row: SessionOperation, answer: Frame) -> None:
         sha256 = hashlib.sha256(answer.body).hexdigest() if answer.body else None

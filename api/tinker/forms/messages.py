@@ -221,14 +221,15 @@ def read_targets(tensor: PlainTensor, prompt: int) -> Numbers:
     """Tokens named for each place of a prompt but the first, [prompt, choices]: UNLISTED where there are none, which is
     so in the last row. SpecError for another shape."""
     where, shape = "target_prompt_logprobs", tensor.shape or []
-    if tensor.dtype != "int64" or len(shape) != 2 or shape[0] != prompt - 1:
+    whole = tensor.dtype == "int64" and all(value == int(value) for value in tensor.data)
+    if not whole or len(shape) != 2 or shape[0] != prompt - 1:
         words = f"{where}: these are whole numbers of shape [{prompt - 1}, choices], a row for each token but the first"
         raise SpecError(words, field=where, code="invalid_value")
     indices = None
     if tensor.sparse_crow_indices is not None:
         indices = tensor.sparse_crow_indices, tensor.sparse_col_indices or []
     values, wide = numbers(tensor.data, shape, indices, where, unlisted=UNLISTED)
-    return [*values, *[float(UNLISTED)] * wide], wide
+    return [int(value) for value in values] + [UNLISTED] * wide, wide
 
 
 @dataclass(frozen=True, slots=True)

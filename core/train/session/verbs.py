@@ -136,7 +136,7 @@ class SessionVerbs:
             logprobs, loss = engine.evaluate(batch, look)
             total += float(loss.double())
             found += torch.split(logprobs, batch.label_counts())
-        return {"loss": total, "targets": _targets(examples)}, {"logprobs": spread(examples, found)}
+        return {"loss": total, "targets": _targets(examples)}, _told(examples, found)
 
     def _forward_backward(self, asked: ForwardBackward, tensors: dict[str, Tensor]) -> Answer:
         examples = self._examples(tensors)
@@ -161,7 +161,7 @@ class SessionVerbs:
             total += float(loss.sums["loss"])
             found += torch.split(function.logprobs, batch.label_counts())
         result = {"loss": total, "targets": _targets(examples), "micro_steps": engine.micro_steps}
-        return result, {"logprobs": spread(examples, found)}
+        return result, _told(examples, found)
 
     def _logprobs(self, engine: Engine, examples: list[SessionExample]) -> list[Tensor]:
         found = list[Tensor]()
@@ -204,6 +204,7 @@ class SessionVerbs:
             of_prompts = self._of_prompts(engine, asked, tensors) if looked else {}
             if "targets" in tensors:
                 of_prompts["prompt_target_logprobs"] = self._of_targets(engine, tensors)
+                of_prompts["prompt_targets"] = tensors["targets"]
             if self.exact and asked.temperature in (0.0, 1.0):
                 answers = self._as_forward(engine, prompts, answers)
         flat = [one for mine in answers for one in mine]
@@ -384,6 +385,14 @@ class _Watched:
         self.logprobs = logprobs.detach()
         total = loss_sum(self._loss, logprobs, batch)
         return Loss(total, {"loss": total.detach().double()})
+
+
+def _told(examples: list[SessionExample], found: list[Tensor]) -> dict[str, Tensor]:
+    """Log-probabilities of a pass, float32 [tokens] or [tokens, choices], and how many tokens each example has, since
+    what was sent is not kept as long as this is."""
+    flat, choices = spread(examples, found), examples[0].values.get(CHOICES)
+    lengths = torch.tensor([len(example.tokens) for example in examples], dtype=torch.int32)
+    return {"logprobs": flat if choices is None else flat.view(-1, choices.shape[1]), "lengths": lengths}
 
 
 def _targets(examples: list[SessionExample]) -> int:

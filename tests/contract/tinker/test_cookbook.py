@@ -1,0 +1,52 @@
+"""Recipes of Tinker's cookbook, unmodified, with a small model: `python -m bench.cookbook` runs all that can."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import cookbook
+from tests.support.service import Service
+
+SUPERVISED = "sl_loop batch_size=8 max_steps=4 save_every=2 lora_rank=4 learning_rate=0.01"
+REWARDED = "math_rl.train loss_fn=importance_sampling lora_rank=4 max_tokens=4 group_size=2 groups_per_batch=4 "
+REWARDED += "max_steps=2 eval_every=0 save_every=0"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Path]]:
+    service, overlay = cookbook.started(tmp_path_factory.mktemp("cookbook"))
+    yield service, overlay
+    service.stop()
+
+
+def test_sl_loop_learns_and_goes_on_to_the_bit(place: tuple[Service, Path]) -> None:
+    """Resumed from its second step, it comes to the same losses."""
+    service, overlay = place
+    log = service.folder / "sl_loop"
+    code, output = cookbook.run(service, overlay, SUPERVISED, log)
+    assert code == 0, output[-4000:]
+    losses = [step["train_mean_nll"] for step in cookbook.metrics(log)]
+    assert len(losses) == 4 and losses[-1] < 0.95 * losses[0]
+    kept = [line for line in (log / "checkpoints.jsonl").read_text().splitlines() if json.loads(line)["batch"] == 2]
+    assert len(kept) == 1
+    (log / "checkpoints.jsonl").write_text(kept[0] + "\n")
+    (log / "metrics.jsonl").unlink()
+    code, output = cookbook.run(service, overlay, SUPERVISED, log)
+    assert code == 0, output[-4000:]
+    assert [step["train_mean_nll"] for step in cookbook.metrics(log)] == losses[2:]
+
+
+def test_math_rl_samples_from_what_it_trains(place: tuple[Service, Path]) -> None:
+    """In exact sessions the cookbook's own estimate of the divergence of sampler and trainer is 0."""
+    service, overlay = place
+    log = service.folder / "math_rl"
+    code, output = cookbook.run(service, overlay, REWARDED, log)
+    assert code == 0, output[-4000:]
+    steps = [step for step in cookbook.metrics(log) if "optim/kl_sample_train_v1" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["optim/kl_sample_train_v1"] == 0.0 and step["optim/kl_sample_train_v2"] == 0.0

@@ -1,0 +1,171 @@
+"""Where the recipes of Tinker's cookbook run as they are: its environment, and folders in the place of hubs.
+
+transformers and datasets look for a folder of a repository's name before they ask a hub, so that a recipe finds model
+and data below the folder in which it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from core import HOME as ROOT
+from tests.support.environments import python_of
+from tests.support.service import Service
+from tests.support.tiny_model import CHAT
+
+LOCK = ROOT / "locks" / "cookbook.txt"
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"
+"""The name by which recipes know the renderer; the folder has a small model."""
+ASKING = ("math_rl.train", "preference.", "multiplayer_rl", "distillation.", "prompt_d", "chat_sl")
+"""Modules that ask what to do with a folder that is there."""
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>")
+WORDS = ("red", "blue", "green", "small", "large", "cat", "dog", "bird", "runs", "sleeps", "sings", "today", "often")
+ROWS = 96
+
+
+def python() -> Path:
+    """The interpreter that has cookbook and SDK, over the libraries of the application."""
+    return python_of("cookbook", LOCK.read_text(), LOCK.read_text(), Path(sysconfig.get_path("purelib")))
+
+
+def environment(service: Service) -> dict[str, str]:
+    """Environment of a recipe."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": str(service.folder),
+        "HF_HOME": str(service.folder / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "TINKER_TELEMETRY": "0",
+        "TINKER_BASE_URL": str(service.note()["url"]),
+        "TINKER_API_KEY": f"tml-{service.key}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def started(folder: Path) -> tuple[Service, Path]:
+    """A service whose models are those of an overlay, and the overlay: a folder to run recipes in."""
+    overlay = folder / "overlay"
+    make(overlay)
+    settings = {"EFT_MODEL_ROOTS": str(overlay), "EFT_MAX_SESSIONS": "0", "EFT_RATE_PER_MINUTE": "0"}
+    service = Service(folder / "service", settings | {"EFT_TINKER_PRECISION": "fp32", "EFT_TINKER_EXACT": "true"})
+    service.start()
+    return service, overlay
+
+
+def run(service: Service, overlay: Path, row: str, log: Path, seconds: float = 400) -> tuple[int, str]:
+    """Exit status and output of a recipe: its module and arguments, of which the last one for a field holds. `log`:
+    where it writes its metrics."""
+    module, *more = row.split()
+    last = {one.partition("=")[0]: one for one in [f"model_name={MODEL}", f"log_path={log}", *more]}
+    if module.startswith(ASKING):
+        last.setdefault("behavior_if_log_dir_exists", "behavior_if_log_dir_exists=delete")
+    out = service.folder / "recipe.log"
+    with out.open("w") as file:
+        try:
+            code = subprocess.run(
+                [str(python()), "-m", f"tinker_cookbook.recipes.{module}", *last.values()],
+                cwd=overlay,
+                env=environment(service),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    return code, out.read_text()
+
+
+def metrics(log: Path) -> list[dict[str, Any]]:
+    """What a recipe has logged, a line a step."""
+    found = log / "metrics.jsonl"
+    return [json.loads(line) for line in found.read_text().splitlines()] if found.is_file() else []
+
+
+def make(folder: Path) -> None:
+    """Write model and data into an empty folder."""
+    subprocess.run([sys.executable, "-m", "tests.support.cookbook", str(folder / MODEL)], cwd=ROOT, check=True)
+    numbers = range(ROWS)
+    chats = [{"messages": chat(n), "prompt": sentence(n), "category": "Open QA"} for n in numbers]
+    sums = [{"question": f"What is {n % 7} + {n % 5}?", "answer": f"Easy.\n#### {n % 7 + n % 5}"} for n in numbers]
+    pairs = [{name: talk(n, text) for name, text in (("chosen", "yes"), ("rejected", "no"))} for n in numbers]
+    for name, rows in {
+        "HuggingFaceH4/no_robots/data": chats,
+        "openai/gsm8k/main": sums,
+        "Anthropic/hh-rlhf/data": pairs,
+        "zwhe99/DeepMath-103K/data": [{"question": one["question"], "final_answer": "1"} for one in sums],
+        "allenai/tulu-3-sft-mixture/data": chats,
+    }.items():
+        for split in ("train", "test"):
+            write(folder / name / f"{split}.jsonl", rows)
+    files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
+    about = {"configs": [{"config_name": "main", "data_files": files}]}
+    (folder / "openai/gsm8k/README.md").write_text(f"---\n{json.dumps(about)}\n---\n")
+    write(folder / "distillation.jsonl", [{"messages": one["messages"]} for one in chats])
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sentence(number: int) -> str:
+    return " ".join(WORDS[(number * step + step) % len(WORDS)] for step in (1, 3, 5, 7))
+
+
+def talk(number: int, answer: str) -> str:
+    return f"\n\nHuman: {sentence(number)}?\n\nAssistant: {answer}"
+
+
+def chat(number: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": sentence(number)},
+        {"role": "assistant", "content": sentence(number).upper()},
+    ]
+
+
+def make_model(folder: Path) -> None:
+    """A Qwen3 of random weights whose tokenizer has a token for each of Qwen's words of control."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=4096,
+        additional_special_tokens=list(SPECIAL),
+    )
+    wrapped.chat_template = CHAT
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        eos_token_id=vocabulary["<|im_end|>"],
+        pad_token_id=vocabulary["<|endoftext|>"],
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    make_model(Path(sys.argv[1]))
