@@ -251,7 +251,6 @@ def fetched(service: tinker.ServiceClient, training: tinker.TrainingClient) -> d
     found = sampler.sample(prompt, target_prompt_logprobs=targets, **asked).result()
     return {
         "path": saved.path,
-        "told": saved.size_bytes,
         "sizes": sizes,
         "top": found.sequences[0].topk_sampled_logprobs,
         "drawn": [list(found.sequences[0].tokens), list(found.sequences[0].logprobs)],
