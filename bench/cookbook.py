@@ -26,19 +26,15 @@ STEERED = "renderer_name=qwen3_instruct group_size=2 batch_size=2 max_tokens=4 m
 DISTILLED = "distillation.on_policy_distillation"
 ROWS = {
     "sl_loop": "sl_loop batch_size=8 max_steps=4 save_every=2 lora_rank=4 learning_rate=0.01",
-    "sl_basic": "sl_basic max_steps=2 dataset_builder.common_config.batch_size=8",
     "chat_sl": "chat_sl.train dataset=no_robots batch_size=8 max_steps=3 lora_rank=4",
     "rl_loop importance_sampling": f"rl_loop {SMALL} loss_fn=importance_sampling batch_size=4",
     "rl_loop cispo": f"rl_loop {SMALL} loss_fn=cispo batch_size=4",
     "rl_loop gspo": f"rl_loop {SMALL} loss_fn=gspo batch_size=4",
-    "rl_basic": "rl_basic max_steps=1 max_tokens=4 eval_every=0 dataset_builder.group_size=2 "
-    "dataset_builder.batch_size=4",
     "math_rl": MATH,
     "math_rl ppo": f"{MATH} loss_fn=ppo num_substeps=2 compute_post_kl=True",
     "math_rl cispo": f"{MATH} loss_fn=cispo",
     "math_rl off policy": f"{MATH} max_steps_off_policy=2",
     "math_rl stream": f"{MATH} stream_minibatch_config.groups_per_batch=4 stream_minibatch_config.num_minibatches=2",
-    "math_rl kl penalty": f"{MATH} kl_penalty_coef=0.1",
     "math_rl gsm8k": f"{MATH} env=gsm8k",
     "guess_number": f"multiplayer_rl.guess_number.train {STEERED}",
     "shorter": f"preference.shorter.train {STEERED}",

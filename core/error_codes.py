@@ -633,6 +633,10 @@ SESSIONS: dict[str, Code] = {
         "The caller cancelled a sample of the session before it was computed.",
         "Ask again if you want it.",
     ),
+    "session_result_expired": (
+        "The arrays of this result have been removed, as those of all old results are.",
+        "Fetch results within EFT_SESSION_RESULT_HOURS; to have it again, send the operation under a new number.",
+    ),
     "session_ended": ("The session is closed or has failed.", "The message says why; open a new one."),
     "session_needs_folder": ("Sessions do not run over a data root in an object store.", "Use a folder as data root."),
     "no_gradients": ("`step` was called without gradients.", "Call `forward_backward` first."),

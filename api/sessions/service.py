@@ -104,15 +104,20 @@ class Sessions:
     def look(
         self, actor: Actor, session_id: str, position: int
     ) -> tuple[records.FoundSession, SessionOperation, bytes]:
-        """An operation as it is now, with the tensors of its result. Raises NotFound. Brings a session back that was
-        being parked when the operation came."""
+        """An operation as it is now, with the tensors of its result. Raises NotFound, also where these have gone after
+        EFT_SESSION_RESULT_HOURS. Brings a session back that was being parked when the operation came."""
         with self._database.read() as session:
             found, row = log.get(session, actor, session_id, position)
         if row.done_at is None and found.status == "parked":
             with self._database.write() as session:
                 log.bring_back(session, records.find(session, actor, session_id, lock=True), actor)
-        body = log.result_path(self._folder(session_id), position).read_bytes() if row.result_bytes else b""
-        return found, row, body
+        if row.result_sha256 is None:
+            return found, row, b""
+        try:
+            return found, row, log.result_path(self._folder(session_id), position).read_bytes()
+        except FileNotFoundError as error:
+            words = f"the result of operation {position} was removed, as all are after some time; it was computed"
+            raise NotFound(words, field="position", code="session_result_expired") from error
 
     def _check_folder(self, session: Session, actor: Actor, folder: str | None) -> None:
         """An operation reads what a session of the project has saved, or what lies below EFT_MODEL_ROOTS. Raises

@@ -136,6 +136,8 @@ class SettingFields(BaseSettings):
     """Sessions that a user may have open at once, parked ones too (docs/sessions.md). 0: no limit."""
     unused_session_hours: Span = 168.0
     """Hours without an operation after which a parked session is closed; what it has saved stays. 0: never."""
+    session_result_hours: Span = 24.0
+    """Hours for which the arrays of a result of a session are kept, fetched or not. 0: for ever."""
     max_operation_bytes: Bytes = 64 << 20
     """Size limit of one operation of a session, in bytes."""
     serving_idle_seconds: Seconds = 300.0

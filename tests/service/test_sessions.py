@@ -18,7 +18,7 @@ from sqlalchemy import update
 
 from core.db.engine import db_now
 from core.db.tables import SessionOperation, SessionRow
-from core.jobs.lifecycle.sessions import idle
+from core.jobs.lifecycle.sessions import idle, log
 from core.spec.session import tensors
 from tests.support.service import Service, running, wait_for
 from tests.support.world import Caller, World
@@ -183,6 +183,35 @@ def test_who_parks_and_lists_sessions(here: World, boss: Caller) -> None:
     assert closed["status"] == "closed" and "EFT_UNUSED_SESSION_HOURS" in closed["reason"]
     late = here.ask("POST", f"/sessions/{session}/park", boss.key)
     assert late.status_code == 409 and late.json()["error"]["code"] == "session_ended"
+
+
+@pytest.mark.both_databases
+def test_results_go_when_they_are_old(here: World, boss: Caller) -> None:
+    """Their files, once, whoever has not fetched them; what was computed stays known."""
+    session = here.session(here.lab, fresh=True)
+    path = f"/sessions/{session}/operations"
+    arrays = tensors.pack({"logprobs": [-0.5, -0.25]})
+    placed: dict[int, Path] = {}
+    for seq, hours in ((11, 25.0), (12, 23.0)):
+        position = here.ask("POST", path, boss.key, json=operation(seq)).json()["position"]
+        placed[seq] = log.result_path(here.layout.session(session), position)
+        placed[seq].parent.mkdir(parents=True, exist_ok=True)
+        placed[seq].write_bytes(arrays)
+        ended = {"done_at": db_now() - hours * 3600, "result": {"loss": 1.0}, "result_sha256": "0" * 64}
+        with here.database.write() as written:
+            mine = (SessionOperation.session_id == session) & (SessionOperation.position == position)
+            written.execute(update(SessionOperation).where(mine).values(result_bytes=len(arrays), **ended))
+            counted = SessionRow.log_bytes + len(arrays)
+            written.execute(update(SessionRow).where(SessionRow.id == session).values(log_bytes=counted))
+    before = here.ask("GET", f"/sessions/{session}", boss.key).json()["log_bytes"]
+    assert log.forget_results(here.database, here.layout, 24.0) == 1
+    assert log.forget_results(here.database, here.layout, 24.0) == 0
+    assert not placed[11].exists() and placed[12].exists()
+    assert here.ask("GET", f"/sessions/{session}", boss.key).json()["log_bytes"] == before - len(arrays)
+    gone = here.ask("POST", path, boss.key, json=operation(11))
+    assert gone.status_code == 404 and gone.json()["error"]["code"] == "session_result_expired", gone.text
+    there = here.ask("GET", f"{path}/{int(placed[12].stem)}", boss.key).json()
+    assert there["result"] == {"loss": 1.0} and there["arrays"]["logprobs"] == [-0.5, -0.25]
 
 
 @pytest.mark.parametrize("op", ["load", "logprobs"])

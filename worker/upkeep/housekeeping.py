@@ -21,6 +21,7 @@ from core.jobs.lifecycle.pipelines import advance
 from core.jobs.lifecycle.registry import entries
 from core.jobs.lifecycle.serving import requests
 from core.jobs.lifecycle.sessions import idle, saves
+from core.jobs.lifecycle.sessions import log as session_log
 from core.jobs.lifecycle.sweeps import advance as sweeps
 from core.jobs.policies import maintenance, nodes, usage
 from core.jobs.policies.budget import Budget
@@ -232,6 +233,10 @@ class Housekeeper:
         if gone:
             log.info("forgot %d answer(s) to Idempotency-Keys", gone)
         self._close_unused()
+        if (hours := self._settings.session_result_hours) and (
+            count := session_log.forget_results(self._database, self._layout, hours)
+        ):
+            log.info("removed %d result(s) of sessions after %g hours", count, hours)
         if folders := saves.sweep(self._database, self._layout):
             log.info("removed %d folder(s) that sessions had saved and that have gone", folders)
         if removed := remove_orphans(self._database, self._layout):

@@ -21,6 +21,7 @@ from core.db.engine import db_now
 from core.db.tables.base import Base, Id, Owned
 
 UNDONE = "done_at IS NULL"
+KEPT = "result_bytes > 0"
 
 
 class SessionRow(Owned, Base):
@@ -60,6 +61,7 @@ class SessionOperation(Owned, Base):
     result: Mapped[dict[str, Any] | None]
     error: Mapped[dict[str, Any] | None]
     result_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0)
+    """Of the tensors of the result; 0 where it has none, or they have gone."""
     result_sha256: Mapped[str | None] = mapped_column(String(64))
     """SHA-256 of the tensors of the result, against which a replay is held."""
     __table_args__ = (
@@ -71,6 +73,7 @@ class SessionOperation(Owned, Base):
             sqlite_where=text(UNDONE),
             postgresql_where=text(UNDONE),
         ),
+        Index("ix_session_operations_kept", "done_at", sqlite_where=text(KEPT), postgresql_where=text(KEPT)),
     )
 
 

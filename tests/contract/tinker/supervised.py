@@ -252,7 +252,7 @@ def fetched(service: tinker.ServiceClient, training: tinker.TrainingClient) -> d
     return {
         "path": saved.path,
         "sizes": sizes,
-        "top": found.sequences[0].topk_sampled_logprobs,
+        "top": found.sequences[0].topk_logprobs,
         "drawn": [list(found.sequences[0].tokens), list(found.sequences[0].logprobs)],
         "named": found.target_prompt_logprobs.to_numpy().tolist(),
         "own": sampler.compute_logprobs(prompt).result(),

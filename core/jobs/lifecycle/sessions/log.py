@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from core.base.files import sync, write_private
-from core.db.engine import db_now
+from core.db.engine import Database, db_now
 from core.db.tables import Job, SessionOperation, SessionRow
 from core.errors import Conflict, NotFound
 from core.jobs.base.states import FINAL, Status
@@ -23,6 +24,7 @@ from core.jobs.lifecycle import parking
 from core.jobs.lifecycle.sessions.records import FoundSession, find
 from core.jobs.policies.volume import QueueFull
 from core.spec.session.job import SessionSpec
+from core.storage.layout import Layout
 
 WAITING = 10_000
 """Operations of one session that may wait at once."""
@@ -211,6 +213,39 @@ def spec_of(session: Session, session_id: str) -> SessionSpec:
     """The session as it was opened."""
     spec = session.execute(select(SessionRow.spec).where(SessionRow.id == session_id)).scalar_one()
     return SessionSpec.model_validate_json(json.dumps(spec))
+
+
+def forget_results(database: Database, layout: Layout, hours: float, most: int = 1000) -> int:
+    """Remove tensors of results that were there for so long, whether anybody has fetched them or not; how many. What is
+    needed to compute the log again stays."""
+    with database.read() as session:
+        query = (
+            select(SessionOperation.session_id, SessionOperation.position, SessionOperation.result_bytes)
+            .where(SessionOperation.result_bytes > 0, SessionOperation.done_at < db_now() - hours * 3600.0)
+            .order_by(SessionOperation.done_at)
+            .limit(most)
+        )
+        old = [tuple(row) for row in session.execute(query)]
+    for session_id, position, _ in old:
+        result_path(layout.session(session_id), position).unlink(missing_ok=True)
+    sizes: Counter[str] = Counter()
+    with database.write() as session:
+        for session_id, position, size in old:
+            sizes[session_id] += size
+            session.execute(
+                update(SessionOperation)
+                .where(SessionOperation.session_id == session_id, SessionOperation.position == position)
+                .values(result_bytes=0)
+                .execution_options(synchronize_session=False)
+            )
+        for session_id, size in sizes.items():
+            session.execute(
+                update(SessionRow)
+                .where(SessionRow.id == session_id)
+                .values(log_bytes=SessionRow.log_bytes - size)
+                .execution_options(synchronize_session=False)
+            )
+    return len(old)
 
 
 def waits(session: Session, session_id: str) -> bool:
