@@ -56,16 +56,16 @@ def tried(service: Service, overlay: Path, name: str, seconds: float) -> dict[st
     steps = cookbook.metrics(log)
     found: dict[str, Any] = {"exit": code, "seconds": round(time.monotonic() - began, 1), "steps": len(steps)}
     if steps:
-        found["last"] = told(steps[-1])
+        found["last"] = told({name: value for step in steps for name, value in step.items()})
     if code:
         found["output"] = output[-1500:]
     return found
 
 
-def told(step: dict[str, Any]) -> dict[str, float]:
-    """Metrics that say what was learned."""
+def told(newest: dict[str, Any]) -> dict[str, float]:
+    """Metrics that say what was learned, of the newest of each."""
     words = ("nll", "loss", "reward/total", "kl_sample_train", "accuracy", "teacher_kl")
-    kept = {name: value for name, value in step.items() if any(word in name for word in words)}
+    kept = {name: value for name, value in newest.items() if any(word in name for word in words)}
     return {name: round(value, 9) for name, value in kept.items() if isinstance(value, int | float)}
 
 
