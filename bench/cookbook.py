@@ -35,7 +35,6 @@ ROWS = {
     "math_rl cispo": f"{MATH} loss_fn=cispo",
     "math_rl off policy": f"{MATH} max_steps_off_policy=2",
     "math_rl stream": f"{MATH} stream_minibatch_config.groups_per_batch=4 stream_minibatch_config.num_minibatches=2",
-    "math_rl gsm8k": f"{MATH} env=gsm8k",
     "guess_number": f"multiplayer_rl.guess_number.train {STEERED}",
     "shorter": f"preference.shorter.train {STEERED}",
     "dpo": "preference.dpo.train dataset=hhh batch_size=8 max_steps=2",
