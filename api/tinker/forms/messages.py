@@ -229,7 +229,7 @@ def read_targets(tensor: PlainTensor, prompt: int) -> Numbers:
     if tensor.sparse_crow_indices is not None:
         indices = tensor.sparse_crow_indices, tensor.sparse_col_indices or []
     values, wide = numbers(tensor.data, shape, indices, where, unlisted=UNLISTED)
-    return [int(value) for value in values] + [UNLISTED] * wide, wide
+    return [*(int(value) for value in values), *[UNLISTED] * wide], wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ def forget_results(database: Database, layout: Layout, hours: float, most: int =
             .order_by(SessionOperation.done_at)
             .limit(most)
         )
-        old = [tuple(row) for row in session.execute(query)]
+        old = [(str(row[0]), int(row[1]), int(row[2])) for row in session.execute(query)]
     for session_id, position, _ in old:
         result_path(layout.session(session_id), position).unlink(missing_ok=True)
     sizes: Counter[str] = Counter()
