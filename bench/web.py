@@ -1,9 +1,13 @@
-"""The dashboard in headless Chromium: `python -m bench.web [--runs N] [--metrics N] [--steps N] [--jobs N]`.
+"""The dashboard in headless Chromium beside MLflow's page: `python -m bench.web [--runs N] [--metrics N] [--steps N]
+[--jobs N] [--rounds N] [--mlflow FOLDER]`.
 
 Compare holds `runs` jobs with `metrics` curves of `steps` steps beside each other: time to the first paint and to the
-drawn curves, when the server reads the curves for the first time and when it has kept them; frames while zooming;
-memory of the page. Jobs scrolls through `jobs` rows: time to load them all, and frames while scrolling. Rows are
-written to the database directly, in the form in which workers write them.
+drawn curves, when the server reads them for the first time and when it has kept them; frames while one drags over a
+curve, moves over it and shows all of it again; memory of the page. Jobs scrolls through `jobs` rows: time to load all
+of them, and frames while scrolling. MLflow's server holds the same curves, and its page is asked in turn, in a browser
+of its own: processor seconds of browser and server until the curves are drawn, and of the browser for a gesture. It is
+installed into an environment of its own (`--mlflow`, by default a folder that is deleted afterwards). Rows are written
+to the databases directly, in the form in which workers and MLflow's store write them.
 """
 
 from __future__ import annotations
@@ -11,18 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import sqlite3
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import web_mlflow
 from bench.api import _json, our_server
-from bench.report import finish, hardware
+from bench.report import compare, finish, hardware, show
 from core.ids import new_id
 from tests.support.browser import MISSING, Browser, browser, programs
 
@@ -36,8 +43,135 @@ let last = performance.now(), n = 0;
 const frame = () => { const now = performance.now(); if (n) times.push(now - last); last = now;
   if (n++ < frames) { step(n); requestAnimationFrame(frame); } else done(times); };
 requestAnimationFrame(frame);"""
-ZOOM = """const half = {half} * (0.05 + 0.45 * Math.abs(Math.cos(n / 20)));
-for (const {{ u }} of {which}) u.setScale("x", {{ min: {half} - half, max: {half} + half }});"""
+COLLECT = """const times = window.benchFrames = []; let last = performance.now();
+const frame = () => { const now = performance.now(); times.push(now - last); last = now;
+  if (window.benchFrames === times) requestAnimationFrame(frame); };
+requestAnimationFrame(frame);"""
+COLLECTED = "const times = window.benchFrames; window.benchFrames = null; return times.slice(2);"
+PAINTED = "return performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+SHOWN = """const shown = [...eft.charts.values()].filter(({ u }) => u);
+return [shown.length, shown.reduce((sum, { lines }) => sum + lines.length, 0)];"""
+"""Charts and lines of our page."""
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Page:
+    """A page with curves, in a browser of its own."""
+
+    window: Browser
+    folder: Path
+    """Of the browser."""
+    server: int
+    """Process of the server behind it."""
+    address: str
+    drawn: str
+    """Script that says whether all curves are drawn."""
+    curve: str
+    """Selector of the part of the first chart that one drags over."""
+
+    def open(self) -> dict[str, float]:
+        """Load it; how long it took, in milliseconds of the clock and seconds of processors."""
+        self.window.go("about:blank")
+        before = self._spent()
+        self.window.go(self.address)
+        self.window.wait(lambda: self.window.run(self.drawn), "the curves", 600)
+        found = {
+            "first paint, ms": self.window.run(PAINTED),
+            "curves drawn, ms": self.window.run("return performance.now()"),
+        }
+        time.sleep(1)
+        browser, server = (now - then for now, then in zip(self._spent(), before, strict=True))
+        return found | {"browser, CPU s": browser, "server, CPU s": server}
+
+    def gestures(self, count: int) -> dict[str, Any]:
+        """Drag over the first curve, which zooms in; move over it; show all. Frames, and CPU seconds of each."""
+        box = self.window.run(
+            "const e = document.querySelector(arguments[0]); e.scrollIntoView({ block: 'center' });"
+            "const r = e.getBoundingClientRect(); return [r.left, r.top, r.width, r.height]",
+            self.curve,
+        )
+        time.sleep(0.5)
+        before = self._spent()[0]
+        self.window.run(COLLECT)
+        for turn in range(count):
+            self._gesture(box, 0.1 + 0.05 * (turn % 5))
+        times = self.window.run(COLLECTED)
+        return {"frames": times, "cpu": (self._spent()[0] - before) / count}
+
+    def _gesture(self, box: list[float], start: float) -> None:
+        left, top, width, height = box
+        y = top + height / 2
+
+        def mouse(kind: str, x: float, **more: Any) -> None:
+            self.window.cdp("Input.dispatchMouseEvent", type=kind, x=left + width * x, y=y, **more)
+
+        press: dict[str, Any] = {"button": "left", "clickCount": 1}
+        mouse("mouseMoved", start)
+        mouse("mousePressed", start, **press)
+        for step in range(1, 9):
+            mouse("mouseMoved", start + 0.07 * step, button="left", buttons=1)
+        mouse("mouseReleased", start + 0.56, **press)
+        for step in range(8):
+            mouse("mouseMoved", 0.9 - 0.1 * step)
+        for clicks in (1, 2):
+            mouse("mousePressed", 0.5, button="left", clickCount=clicks)
+            mouse("mouseReleased", 0.5, button="left", clickCount=clicks)
+        time.sleep(0.4)
+
+    def memory(self) -> dict[str, float]:
+        self.window.cdp("HeapProfiler.collectGarbage")
+        time.sleep(1)
+        heap = self.window.run("return performance.memory.usedJSHeapSize / 1e6")
+        pages = [pid for pid in _family(self.folder) if b"--type=renderer" in _words(pid)]
+        return {"heap of the page, MB": heap, "its process, MB": max(map(_own_memory, pages)) / 1e6}
+
+    def _spent(self) -> tuple[float, float]:
+        return sum(map(_cpu, _family(self.folder))), sum(map(_cpu, _below({self.server})))
+
+
+def _family(folder: Path) -> set[int]:
+    """Processes of the browser whose profile is below the folder."""
+    mark = f"--user-data-dir={folder / 'profile'}".encode()
+    return _below({pid for pid in _processes() if mark in _words(pid)})
+
+
+def _below(roots: set[int]) -> set[int]:
+    parents = {pid: int(fields[1]) for pid in _processes() if (fields := _stat(pid))}
+    found = set(roots)
+    while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
+        found |= more
+    return found
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def _words(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of proc(5)'s stat behind the name; none where the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _cpu(pid: int) -> float:
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / TICKS if fields else 0.0
+
+
+def _own_memory(pid: int) -> int:
+    """Bytes that only this process has."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
 
 
 def main() -> None:
@@ -46,36 +180,96 @@ def main() -> None:
     parser.add_argument("--metrics", type=int, default=10, choices=range(1, len(NAMES) + 1))
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mlflow", type=Path, help="environment with MLflow; made where it is not there")
     asked = parser.parse_args()
     if programs() is None:
         raise SystemExit(f"this bench needs {MISSING}")
     print(hardware(), flush=True)
     with tempfile.TemporaryDirectory(prefix="eft-web-") as name, ExitStack() as stack:
         folder = Path(name)
+        peer = web_mlflow.Peer(web_mlflow.environment(asked.mlflow or folder / "mlflow"), folder)
         database = folder / "eft.db"
         ours, headers, file_id = our_server(f"sqlite:///{database}", folder, stack)
         spec = {"name": "one of many", "model": "org/model", "data": {"train": file_id}}
         first = _json(ours, "POST", "/jobs", json.dumps(spec).encode(), headers)["id"]
         began = time.monotonic()
-        compared = _fill(database, first, asked.jobs, asked.runs, NAMES[: asked.metrics], asked.steps)
+        wanted = (asked.runs, NAMES[: asked.metrics], asked.steps)
+        compared = _fill(database, first, asked.jobs, *wanted)
+        peer.fill(asked.runs, _curves(*wanted))
         points = asked.runs * asked.metrics * asked.steps
-        print(f"{asked.jobs:,} jobs and {points:,} points written in {time.monotonic() - began:.0f} s", flush=True)
-        window = stack.enter_context(browser(f"http://{ours.address}", folder))
-        window.size(1440, 900)
+        print(f"{asked.jobs:,} jobs, {points:,} points written twice in {time.monotonic() - began:.0f} s", flush=True)
+
+        def beside(what: str, address: str) -> Browser:
+            (folder / what).mkdir()
+            made = stack.enter_context(browser(f"http://{address}", folder / what))
+            made.size(1440, 900)
+            return made
+
+        window = beside("browser", ours.address)
         window.go("ui/signin")
         window.type("input[name=key]", headers["Authorization"].removeprefix("Bearer "))
         window.click("button.main")
         window.find("header.bar")
-        results = {"compare": _compare(window, compared, asked.steps), "jobs": _jobs(window, asked.jobs)}
+        path = f"http://{ours.address}/ui/compare?" + "&".join(f"job={one}" for one in compared)
+        mine = Page(window, folder / "browser", ours.pid, path, "return eft.drawn > 0", "#plot-loss .u-over")
+        results = {"compare": {f"cold: {what}": value for what, value in mine.open().items()}}
+        stack.enter_context(peer.serve())
+        other = beside("peer", peer.address)
+        theirs = Page(
+            other,
+            folder / "peer",
+            peer.pid,
+            peer.page,
+            web_mlflow.DRAWN % min(asked.runs, web_mlflow.SHOWN_RUNS),
+            ".js-plotly-plot .nsewdrag",
+        )
+        results |= _beside(mine, theirs, asked.rounds)
+        results["jobs"] = _jobs(window, asked.jobs)
     for page, figures in results.items():
-        for what, value in figures.items():
-            print(f"{page:<8} {what:<44} {value:>12,.1f}", flush=True)
+        for what, value in figures.items() if "ratio" not in figures else ():  # shown already
+            if isinstance(value, float | int):
+                print(f"{page:<22} {what:<44} {value:>12,.1f}", flush=True)
     finish({page: figures | {"hardware": hardware()} for page, figures in results.items()})
+
+
+def _beside(mine: Page, theirs: Page, rounds: int) -> dict[str, dict[str, Any]]:
+    """Both pages in turn: opened, and then looked at."""
+    opened: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
+    looked: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
+    for turn in range(rounds):
+        pair = [("ours", mine), ("peer", theirs)]
+        for name, page in pair if turn % 2 == 0 else pair[::-1]:
+            opened[name].append(page.open())
+            looked[name].append(page.gestures(8))
+    found: dict[str, dict[str, Any]] = {}
+    for key, unit in (("browser, CPU s", "s"), ("server, CPU s", "s")):
+        found[f"open: {key}"] = compare(
+            *([max(one[key], 1 / TICKS) for one in opened[name]] for name in ("ours", "peer"))
+        )
+        show(f"open: {key}", found[f"open: {key}"], unit)
+    found["gesture: browser, CPU s"] = compare(*([one["cpu"] for one in looked[name]] for name in ("ours", "peer")))
+    show("gesture: browser, CPU s", found["gesture: browser, CPU s"], "s")
+    for name, page in (("ours", mine), ("peer", theirs)):
+        shown = page.window.run(web_mlflow.SHOWN if name == "peer" else SHOWN)
+        times = sorted(time for one in looked[name] for time in one["frames"])
+        found[f"page, {name}"] = {
+            **{
+                key: statistics.median(one[key] for one in opened[name])
+                for key in ("first paint, ms", "curves drawn, ms")
+            },
+            **_of_frames("gestures", times),
+            **page.memory(),
+            "charts": shown[0],
+            "lines": shown[1],
+        }
+    return found
 
 
 def _fill(database: Path, first: str, jobs: int, runs: int, names: tuple[str, ...], steps: int) -> list[str]:
     """Make copies of the job that are over, and curves for some of them; the ids of those."""
-    with sqlite3.connect(database, timeout=60) as connection:
+    with closing(sqlite3.connect(database, timeout=60)) as connection, connection:
+        connection.execute("PRAGMA cache_size = -400000")
         connection.row_factory = sqlite3.Row
         row = dict(connection.execute("SELECT * FROM jobs WHERE id = ?", (first,)).fetchone())
         now = row["created_at"]
@@ -95,39 +289,30 @@ def _fill(database: Path, first: str, jobs: int, runs: int, names: tuple[str, ..
         connection.execute("DELETE FROM events WHERE job_id = ?", (first,))
 
         def values() -> Iterator[tuple[Any, ...]]:
-            numbers = random.Random(0)  # noqa: S311
-            for number, job_id in enumerate(ids[-runs:]):
-                for name in names:
-                    for step in range(1, steps + 1):
-                        value = math.exp(-step / steps * 3) + number * 0.01 + numbers.random() * 0.05
-                        yield job_id, name, step, 2, value, now + step, row["owner_id"], row["project_id"]
+            for number, name, step, value, moment in _curves(runs, names, steps):
+                yield ids[-runs:][number], name, step, 2, value, now + moment, row["owner_id"], row["project_id"]
 
         connection.executemany(
             "INSERT INTO metrics (job_id, name, step, attempt, value, time, owner_id, project_id) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             values(),
         )
-    connection.close()
     return ids[-runs:]
 
 
-def _compare(window: Browser, jobs: list[str], steps: int) -> dict[str, float]:
-    found: dict[str, float] = {}
-    path = "ui/compare?" + "&".join(f"job={one}" for one in jobs)
-    for which in ("cold", "kept"):
-        window.go(path)
-        window.wait(lambda: window.run("return eft.drawn > 0"), "the curves", 600)
-        found[f"{which}: first paint, ms"] = window.run(
-            "return performance.getEntriesByName('first-contentful-paint')[0].startTime"
-        )
-        found[f"{which}: curves drawn, ms"] = window.run("return eft.drawnAt")
-    one = ZOOM.format(half=steps / 2, which="[eft.charts.get('loss')]")
-    every = ZOOM.format(half=steps / 2, which="eft.charts.values()")
-    found |= _frames(window, "zoom of one chart", one, 120) | _frames(window, "zoom of all charts", every, 20)
-    window.cdp("HeapProfiler.collectGarbage")
-    found["heap of the page, MB"] = window.run("return performance.memory.usedJSHeapSize / 1e6")
-    found["lines"] = window.run("return [...eft.charts.values()].reduce((sum, { lines }) => sum + lines.length, 0)")
-    return found
+def _curves(runs: int, names: tuple[str, ...], steps: int) -> Iterator[tuple[int, str, int, float, float]]:
+    """Number of the run, name, step, value, seconds since its beginning."""
+    numbers = random.Random(0)  # noqa: S311
+    for number in range(runs):
+        for name in names:
+            for step in range(1, steps + 1):
+                yield (
+                    number,
+                    name,
+                    step,
+                    math.exp(-step / steps * 3) + number * 0.01 + numbers.random() * 0.05,
+                    float(step),
+                )
 
 
 def _jobs(window: Browser, count: int) -> dict[str, float]:
@@ -153,7 +338,11 @@ def _jobs(window: Browser, count: int) -> dict[str, float]:
 
 
 def _frames(window: Browser, what: str, work: str, frames: int) -> dict[str, float]:
-    times = sorted(window.run_async(FRAMES, work, frames))
+    return _of_frames(what, sorted(window.run_async(FRAMES, work, frames)))
+
+
+def _of_frames(what: str, times: list[float]) -> dict[str, float]:
+    """Of sorted times."""
     return {
         f"{what}: median frame, ms": statistics.median(times),
         f"{what}: 99th of 100 frames, ms": times[int(len(times) * 0.99) - 1],

@@ -107,7 +107,7 @@ def done(service: Service, window: Browser, rows: Path, models: Path) -> list[st
     window.click("#submit")
     window.wait(lambda: window.path.startswith("/ui/jobs/job-"), "the page of the job")
     first = window.path.rpartition("/")[2]
-    window.wait_for_text("#sentence", "Done in", 90)  # without loading the page again
+    window.wait_for_text("#sentence", "Done in", 300)  # without loading the page again
     window.wait(lambda: window.run("return eft.charts.get('loss')?.lines[0]?.xs.length > 0"), "the loss curve")
     second = service.submit(job_file(models, file_id, name="second"))
     service.wait(second, "succeeded")
@@ -215,9 +215,9 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     spec = job_file(models, service.upload(rows), name="long", training=training)
     job_id = service.submit({**spec, "evaluation": {"type": "held_out", "eval_steps": 1000}})
     window.go(f"ui/jobs/{job_id}")
-    window.wait_for_text("#sentence", "step ", 60)
+    window.wait_for_text("#sentence", "step ", 240)
     window.click("[data-sends$='/pause']")
-    window.wait_for_text("#sentence", "Paused at step", 60)
+    window.wait_for_text("#sentence", "Paused at step", 240)
     _change_in_two_tabs(window, job_id)
 
     os.kill(service.pid("api"), signal.SIGKILL)
@@ -225,7 +225,7 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     wait_for(lambda: _answers(service), 60, "the API to be back")
     reply = service.client.post(f"/jobs/{job_id}/resume")
     assert reply.status_code == 200, reply.text
-    window.wait_for_text("#sentence", "step ", 60)
+    window.wait_for_text("#sentence", "step ", 240)
     window.wait(lambda: not window.text("#banner"), "the notice to go")
     window.click("[data-sends$='/cancel']")
     window.accept()
@@ -245,11 +245,11 @@ def _change_in_two_tabs(window: Browser, job_id: str) -> None:
     second = window.tab(f"ui/jobs/{job_id}")
     window.click("[data-sends$='/resume']")
     window.show(first)
-    window.wait_for_text("#sentence", "step ", 60)
-    window.wait(lambda: "Paused" not in window.text("#sentence"), "the other tab's change", 60)
+    window.wait_for_text("#sentence", "step ", 240)
+    window.wait(lambda: "Paused" not in window.text("#sentence"), "the other tab's change", 240)
     window.click("[data-sends$='/pause']")
     window.show(second)
-    window.wait_for_text("#sentence", "Paused at step", 60)
+    window.wait_for_text("#sentence", "Paused at step", 240)
     window.run_async("eft.send(`jobs/${arguments[0]}/retry`, 'POST').then(arguments[1])", job_id)
     window.wait_for_text("#banner", "paused")
     window.close(then=first)
