@@ -84,14 +84,12 @@ def test_a_fault_of_the_box_is_tried_again_and_later_each_time(database: Databas
 @pytest.mark.parametrize("failure", ["user", "memory", "internal"])
 def test_other_faults_end_the_job(database: Database, make_job: Make, row: Row, failure: str) -> None:
     job_id = make_job()
-    outcome = Failed(failure, "bad_row", "line 3 is empty", "data.train")  # type: ignore[arg-type]
+    words = "line 3 is empty\n  and so is line 4"
+    outcome = Failed(failure, "bad_row", words, "data.train")  # type: ignore[arg-type]
     assert end(database, won(database, CPU), outcome, 1) is Status.FAILED
-    assert row(job_id).failure == {
-        "class": failure,
-        "code": "bad_row",
-        "message": "line 3 is empty",
-        "field": "data.train",
-    }
+    job = row(job_id)
+    assert job.failure == {"class": failure, "code": "bad_row", "message": words, "field": "data.train"}
+    assert job.reason == "line 3 is empty", "one line of a table"
 
 
 def test_a_vanished_model_is_prepared_again(database: Database, make_job: Make, row: Row) -> None:

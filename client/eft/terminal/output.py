@@ -178,6 +178,7 @@ def files_table(files: list[File], console: Console) -> Table:
 def job_lines(job: Job) -> list[str]:
     """`eft show`, as markup."""
     place = job.queue or {}
+    told = job.failure is not None and job.failure.message.startswith(job.reason or "")
     rows: list[tuple[str, str | None]] = [
         ("id", job.id),
         ("name", job.name),
@@ -185,7 +186,7 @@ def job_lines(job: Job) -> list[str]:
         ("note", job.note and escape(job.note)),
         ("archived", shown(job.raw.get("archived_at"))),
         ("status", status_markup(job.status)),
-        ("reason", job.reason and escape(job.reason)),
+        ("reason", None if told else job.reason and escape(job.reason)),
         ("queue", escape(place.get("reason") or "")),
         ("starts about", shown(place.get("estimated_start"))),
         ("attempts", str(job.tries) if job.tries > 1 else ""),

@@ -167,23 +167,23 @@ def _next(
             return Status.FAILED, failure["message"], {"failure": failure}, {"failure": failure}
         case Failed():
             failure = _failure(outcome)
+            why = outcome.message.partition("\n")[0]  # a reason is a line of tables; the failure has all of it
             failures = job.machine_failures + (outcome.failure == "machine")
             if outcome.failure == "machine" and failures <= policy.max_machine_failures:
                 again = {"prepared": null()} if outcome.prepare_again else {}
                 if pausing:
-                    words = f"paused by its owner, after a fault of the box ({outcome.message})"
+                    words = f"paused by its owner, after a fault of the box ({why})"
                     return Status.PAUSED, words, {"machine_failures": failures} | again, {"failure": failure}
                 wait = policy.backoff_seconds * 2 ** (failures - 1)
                 return (
                     Status.QUEUED,
-                    f"retried after a fault of the box ({outcome.message}); "
-                    f"retry {failures} of {policy.max_machine_failures}",
+                    f"retried after a fault of the box ({why}); retry {failures} of {policy.max_machine_failures}",
                     {"machine_failures": failures, "not_before": db_now() + wait} | again,
                     {"failure": failure},
                 )
             return (
                 Status.FAILED,
-                outcome.message,
+                why,
                 {"failure": failure, "machine_failures": failures},
                 {"failure": failure},
             )

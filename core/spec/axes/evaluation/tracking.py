@@ -13,7 +13,7 @@ RESERVED_ENDS = (
     *("_system", "_configs", "_traces"),
     *("_artifacts", "_artifact_versions", "_artifact_aliases", "_artifact_links"),
 )
-"""Of the names of trackio's projects (SQLiteStorage.validate_project_name)."""
+"""Ends of project names that trackio keeps for itself (SQLiteStorage.validate_project_name)."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._/-]{0,99}$")]
 
 
