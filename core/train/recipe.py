@@ -296,8 +296,6 @@ def compute_prompts_once(run: Run, engine: Engine, data: RunData, rollouts: Roll
         why = "`stage.sampler: exact` computes each answer by itself"
     elif stage.num_generations == 1:
         why = "a prompt has one answer"
-    elif run.spec.training.compile:
-        why = "the lengths of packed rows would be a part of compiled code"
     else:
         try:
             packing = prepare_packing(engine)

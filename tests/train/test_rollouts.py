@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from core.spec.load import parse_job
+from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.spec.run.folder import ROLLOUTS
 from core.train.base.stop import Stop
+from core.train.data.order import build_order
 from core.train.engine import Engine
 from core.train.recipe import run
 from tests.support.trainer import events, log, notices, weights, write_rows, write_run
@@ -183,6 +187,32 @@ def test_a_reward_that_fails_ends_the_job_or_is_left_out(tiny_dir: Path, rows: P
 
 
 # --- exact -----------------------------------------------------------------------------------------------
+
+
+def test_of_a_thousand_prompts_none_is_skipped_or_repeated_by_attempts_that_end_anywhere() -> None:
+    draw = random.Random(5)
+    for iterations, answers in ((1, 8), (3, 12)):
+        job = {
+            "model": "tiny", "data": {"train": "prompts.jsonl"},
+            "stage": STAGE | {"num_iterations": iterations},
+            "training": {"per_device_train_batch_size": answers, "gradient_accumulation_steps": 3, "max_length": 64},
+        }  # fmt: skip
+        spec = resolve(parse_job(job))
+        lengths = [5] * 1000
+        last = build_order(spec, lengths).steps_of(0) * iterations
+        ends = [*sorted(draw.sample(range(last), 50)), last]
+        state: dict[str, Any] | None = None
+        seen: list[int] = []
+        step = 0
+        for end in ends:
+            order = build_order(spec, lengths)  # as each attempt makes it
+            if state is not None:
+                order.load_state_dict(json.loads(json.dumps(state)))
+            for at in range(step, end):
+                if at % iterations == 0:
+                    seen += order.rows_of(at // iterations)
+            state, step = order.state_dict(), end
+        assert sorted(seen) == list(range(1000))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
