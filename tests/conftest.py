@@ -6,11 +6,12 @@ import importlib.util
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from core.base.collector import importing
 from tests.support import models as tiny_models
 from tests.support import postgres
 
@@ -20,6 +21,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest's first process imports readline, which tells all its children of a terminal of 80 columns that is not there.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Reading all tests imports torch and more."""
+    with importing():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
