@@ -55,11 +55,11 @@ class AnswerTokens(AttributeDocsModel):
     """As training computes it before its first step over them: with `num_iterations` above 1, `ppo`, and `rloo` with
     `beta`."""
     reference: list[float] | None
-    """Of the model that the job began with: with `beta`."""
+    """Those of the model that the job began with: with `beta`."""
     value: list[float] | None
     """Reward that the critic expects after each: with `ppo`."""
     advantage: list[float] | None
-    """Of each token: with `ppo`; the other stages give all tokens that of their answer."""
+    """One per token: with `ppo`; the other stages give all tokens that of their answer."""
 
 
 class RolloutAnswer(AttributeDocsModel):

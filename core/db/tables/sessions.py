@@ -61,7 +61,7 @@ class SessionOperation(Owned, Base):
     result: Mapped[dict[str, Any] | None]
     error: Mapped[dict[str, Any] | None]
     result_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0)
-    """Of the tensors of the result; 0 where it has none, or they have gone."""
+    """Size of the tensors of the result, bytes; 0 where it has none, or they have gone."""
     result_sha256: Mapped[str | None] = mapped_column(String(64))
     """SHA-256 of the tensors of the result, against which a replay is held."""
     __table_args__ = (

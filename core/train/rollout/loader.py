@@ -284,7 +284,7 @@ class RolloutLoader:
         _write(path, lines)
 
     def _tokens(self, rollout: Rollout) -> Iterator[dict[str, Any]]:
-        """Of each answer the texts of its tokens, and what is known of each."""
+        """Return the texts of the tokens of each answer, and what is known of each."""
         known = {TOLD[name]: values for name, values in rollout.token_values.items() if name in TOLD}
         trained = set(self._rows(rollout))
         word = cache(self.answerer.word)
