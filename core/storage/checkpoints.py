@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from core.base.files import sync
@@ -91,6 +92,11 @@ class Snapshots:
         if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid() or seen.st_mode & 0o077:
             return f"{self._root} is there already, and is not a folder of this user alone"
         return None
+
+    def close(self) -> None:
+        """Remove the folder, unless it holds snapshots that a later worker of this box is to bring to the disk."""
+        with suppress(OSError):
+            self._root.rmdir()
 
     def attempt(self, job_id: str, attempt: int) -> Path:
         """Folder of an attempt."""

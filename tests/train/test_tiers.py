@@ -143,10 +143,18 @@ def test_what_the_disk_has_no_room_for_stays_in_memory(snapshots: Snapshots, tmp
     assert snapshots.bring_down(JOB, folder) == "step-00000005"
 
 
-def test_a_folder_that_others_may_read_is_not_used(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_read_is_not_used_and_an_empty_one_goes(tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path, tmp_path)
     assert snapshots.open() is None
     (made,) = tmp_path.iterdir()
+    kept = snapshots.attempt(JOB, 1)
+    kept.mkdir(parents=True)
+    snapshots.close()
+    assert kept.is_dir(), "a later worker brings it to the disk"
+    snapshots.forget(JOB)
+    snapshots.close()
+    assert not made.exists()
+    assert snapshots.open() is None
     made.chmod(0o755)
     assert "not a folder of this user alone" in (snapshots.open() or "")
     made.rmdir()

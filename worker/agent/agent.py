@@ -304,6 +304,8 @@ class Agent:
             thread.join(5.0)
         for attempt in self.claims.attempts():
             attempt.lose()
+        if self.site.snapshots is not None:
+            self.site.snapshots.close()
         self.site.database.dispose()
         os.close(self._lock_file)
 
