@@ -95,6 +95,8 @@ class RandomSweep(SpecModel):
 
 
 Sweep = GridSweep | RandomSweep
+OWN = {*GridSweep.model_fields, *RandomSweep.model_fields}
+"""Names of a sweep itself."""
 _ARMS: TypeAdapter[Sweep] = TypeAdapter(Annotated[Sweep, Field(discriminator="type")])
 
 
@@ -111,10 +113,9 @@ def parse_sweep(document: Any) -> tuple[Sweep, dict[str, Any]]:
         raise _refused(
             Fault("invalid_value", f"the sweep has a value that JSON cannot express: {error}", "sweep")
         ) from error
-    if not {"type", "fields"} & raw.keys():
-        raw = {"fields": raw}  # the short form
+    raw = _in_full(raw)
     try:
-        sweep = _ARMS.validate_python({"type": "grid", **raw})
+        sweep = _ARMS.validate_python(raw)
     except ValidationError as error:
         item = error.errors(include_url=False, include_input=False)[0]
         place = [str(part) for part in item["loc"] if part not in ("grid", "random", "list[any]", "Range")]
@@ -124,6 +125,15 @@ def parse_sweep(document: Any) -> tuple[Sweep, dict[str, Any]]:
             words = f"all runs share `{name}`; give fields of the training"
             raise _refused(Fault("invalid_value", words, f"sweep.fields.{name}"))
     return sweep, job
+
+
+def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
+    """A sweep with its `type` and `fields`. In the short form, fields of the job stand beside the sweep's own names; a
+    list of values is always a field of the job, as in `seed: [1, 2, 3]`."""
+    if "fields" not in raw:
+        own = {name: value for name, value in raw.items() if name in OWN and not isinstance(value, list)}
+        raw = {**own, "fields": {name: value for name, value in raw.items() if name not in own}}
+    return {"type": "random" if "count" in raw else "grid", **raw}
 
 
 def points(sweep: Sweep) -> list[dict[str, Any]]:

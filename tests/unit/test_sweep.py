@@ -22,6 +22,18 @@ def test_a_grid_has_every_combination_in_order() -> None:
     assert found[-1] == {"optimizer.learning_rate": 2e-4, "method.r": 32}
 
 
+def test_the_short_form_takes_a_sweeps_own_names_beside_the_fields() -> None:
+    halving = {"steps": [2, 4]}
+    sweep, _ = parse_sweep({"sweep": RATES | {"halving": halving, "metric": "eval_loss", "seed": [1, 2]}})
+    assert (
+        sweep
+        == parse_sweep({"sweep": {"fields": RATES | {"seed": [1, 2]}, "halving": halving, "metric": "eval_loss"}})[0]
+    )
+    rates = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-3}}
+    sweep, _ = parse_sweep({"sweep": rates | {"count": 3, "seed": 7}})
+    assert sweep == parse_sweep({"sweep": {"type": "random", "fields": rates, "count": 3, "seed": 7}})[0]
+
+
 def test_random_points_are_those_of_their_seed_within_their_ranges_and_differ() -> None:
     fields = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-3, "scale": "log"}, "method.r": {"min": 4, "max": 64}}
     raw = {"type": "random", "fields": fields, "count": 40, "seed": 7}
