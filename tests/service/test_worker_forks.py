@@ -84,6 +84,7 @@ def test_a_child_is_the_workers_own_and_ends_as_a_cold_one_to_the_bit(tiny_dir: 
             assert dict(entry.split("=", 1) for entry in entries if entry) == environment
             assert os.readlink(of / "fd" / "1") == os.readlink(of / "fd" / "2") == str(folder / "log.txt")
         assert [finish(child) for child in children] == [0, 0], trainer.log(first) + trainer.log(second)
+        assert "RuntimeWarning" not in trainer.log(first), trainer.log(first)
         assert server.fork(cold, TRAINER, environment | {"OMP_NUM_THREADS": "1"}) is None, "it has another environment"
     assert finish(Child(cold, TRAINER, environment)) == 0, trainer.log(cold)
     assert trainer.weights(first) == trainer.weights(second) == trainer.weights(cold)

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -113,6 +114,7 @@ def _run_child(order: ForkOrder, given: list[int], between: int) -> NoReturn:
         arguments = [order.run_dir, *map(str, stream)]
         _rename([sys.executable, "-m", order.module, *arguments])
         sys.argv = [order.module, *arguments]
+        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # runpy's: that is meant here
         runpy.run_module(order.module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else EXIT_FAILED
