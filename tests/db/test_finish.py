@@ -89,7 +89,7 @@ def test_other_faults_end_the_job(database: Database, make_job: Make, row: Row, 
     assert end(database, won(database, CPU), outcome, 1) is Status.FAILED
     job = row(job_id)
     assert job.failure == {"class": failure, "code": "bad_row", "message": words, "field": "data.train"}
-    assert job.reason == "line 3 is empty", "one line of a table"
+    assert job.reason == "line 3 is empty and so is line 4", "one line of a table"
 
 
 def test_a_vanished_model_is_prepared_again(database: Database, make_job: Make, row: Row) -> None:

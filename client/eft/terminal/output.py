@@ -178,7 +178,7 @@ def files_table(files: list[File], console: Console) -> Table:
 def job_lines(job: Job) -> list[str]:
     """`eft show`, as markup."""
     place = job.queue or {}
-    told = job.failure is not None and job.failure.message.startswith(job.reason or "")
+    told = job.failure is not None and " ".join(job.failure.message.split()) == job.reason
     rows: list[tuple[str, str | None]] = [
         ("id", job.id),
         ("name", job.name),

@@ -167,7 +167,7 @@ def _next(
             return Status.FAILED, failure["message"], {"failure": failure}, {"failure": failure}
         case Failed():
             failure = _failure(outcome)
-            why = outcome.message.partition("\n")[0]  # a reason is a line of tables; the failure has all of it
+            why = " ".join(outcome.message.split())  # a reason is one line of a table; the failure keeps its lines
             failures = job.machine_failures + (outcome.failure == "machine")
             if outcome.failure == "machine" and failures <= policy.max_machine_failures:
                 again = {"prepared": null()} if outcome.prepare_again else {}
