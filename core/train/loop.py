@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -66,6 +67,17 @@ class PartialStep:
     slots: int = 0
 
 
+def keep_and_tell(run: Run, state: TrainerState, stage: Stage, path: Path, step: int, micro: int) -> None:
+    """A checkpoint is on the disk: drop those that are too old, and tell."""
+    root, keep, evaluation = path.parent, run.spec.checkpoint, run.spec.evaluation or NoEvaluation()
+    best = best_steps(state.evaluations, evaluation, stage)
+    store.prune(root, keep.keep_last, best, keep.keep_best, keep.keep_hourly)
+    if isinstance(evaluation, HeldOut):
+        kept = [found.step for found in store.newest_first([root])]
+        store.prune_best(root, needed(state.evaluations, evaluation, stage, kept))
+    run.events.write("checkpoint", step=step, micro_step=micro, path=f"{CHECKPOINTS}/{path.name}")
+
+
 @dataclass
 class Loop:
     run: Run
@@ -87,7 +99,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._metrics = AsyncMetrics(self.engine.device)
-        self._saver = Saver(self.run, self.engine, self._written)
+        # No method of the loop: in a circle with it the saver would keep the rows' files open until the collector runs.
+        self._saver = Saver(self.run, self.engine, partial(keep_and_tell, self.run, self.state, self.stage))
 
     @property
     def evaluation(self) -> HeldOut | NoEvaluation:
@@ -171,16 +184,6 @@ class Loop:
         self._settle()
         self._saver.save(lasting=True)
         self._saver.finish()
-
-    def _written(self, path: Path, step: int, micro: int) -> None:
-        """A checkpoint is on the disk: drop those that are too old, and tell."""
-        root, keep = path.parent, self.run.spec.checkpoint
-        best = best_steps(self.state.evaluations, self.evaluation, self.stage)
-        store.prune(root, keep.keep_last, best, keep.keep_best, keep.keep_hourly)
-        if isinstance(self.evaluation, HeldOut):
-            kept = [found.step for found in store.newest_first([root])]
-            store.prune_best(root, needed(self.state.evaluations, self.evaluation, self.stage, kept))
-        self.run.events.write("checkpoint", step=step, micro_step=micro, path=f"{CHECKPOINTS}/{path.name}")
 
     # --- one optimizer step --------------------------------------------------------------------------
 

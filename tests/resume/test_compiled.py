@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.train.kernels.fused.modules import FusedParts
 from core.train.recipe import run
 from tests.resume.test_resume import AXES, StopAt
 from tests.support.trainer import events, notices, pairs, weights, write_rows, write_run
@@ -54,6 +55,8 @@ def test_without_a_compiler_blocks_are_computed_as_they_are_and_it_is_told(
 ) -> None:
     rows = write_rows(tmp_path / "train.jsonl", pairs(9))
     calm = write_run(tmp_path / "calm", tiny_dir, rows, **EAGER)
+    # No part is fused for a run that asks for compiled blocks (docs/kernels.md).
+    monkeypatch.setattr("core.train.model.build.fuse_parts", lambda *_: FusedParts("portable"))
     assert run(calm) == EXIT_OK, events(calm)[-1]
     monkeypatch.setenv("PATH", str(tmp_path))
     without = write_run(tmp_path / "without", tiny_dir, rows, **COMPILED)

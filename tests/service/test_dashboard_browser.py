@@ -218,7 +218,7 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     window.wait_for_text("#sentence", "step ", 240)
     window.click("[data-sends$='/pause']")
     window.wait_for_text("#sentence", "Paused at step", 240)
-    _change_in_two_tabs(window, job_id)
+    _change_in_two_tabs(service, window, job_id)
 
     os.kill(service.pid("api"), signal.SIGKILL)
     window.wait_for_text("#banner", "does not answer", 30)
@@ -239,7 +239,7 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     assert seen == list(range(seen[0], last + 1)), "no event is missed and none comes twice"
 
 
-def _change_in_two_tabs(window: Browser, job_id: str) -> None:
+def _change_in_two_tabs(service: Service, window: Browser, job_id: str) -> None:
     """What one tab changes, the other shows; what comes too late is refused in words. It ends as it began: paused."""
     first = window.showing
     second = window.tab(f"ui/jobs/{job_id}")
@@ -248,6 +248,7 @@ def _change_in_two_tabs(window: Browser, job_id: str) -> None:
     window.wait_for_text("#sentence", "step ", 240)
     window.wait(lambda: "Paused" not in window.text("#sentence"), "the other tab's change", 240)
     window.click("[data-sends$='/pause']")
+    service.wait(job_id, "paused")
     window.show(second)
     window.wait_for_text("#sentence", "Paused at step", 240)
     window.run_async("eft.send(`jobs/${arguments[0]}/retry`, 'POST').then(arguments[1])", job_id)

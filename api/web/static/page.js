@@ -63,7 +63,8 @@ eft.refresh = async () => {
       if (eft.liveParts[part.id]) { eft.liveParts[part.id](part, next); continue; }
       const scrolls = [...part.querySelectorAll(".log")].map((log) => log.scrollTop + log.clientHeight >= log.scrollHeight - 4);
       Idiomorph.morph(part, next, { ignoreActiveValue: true, callbacks: { beforeAttributeUpdated: (name, node) =>
-        !(name === "open" && node.tagName === "DETAILS") && !(name === "checked") && !(name === "hidden") } });
+        !(name === "open" && node.tagName === "DETAILS") && !(name === "checked") && !(name === "hidden")
+        && !(name === "selected" && !node.closest("select[data-field]")) } });  // what somebody picks in a form stays
       part.querySelectorAll(".log").forEach((log, at) => { if (scrolls[at]) log.scrollTop = log.scrollHeight; });
     }
     eft.refreshed += 1;

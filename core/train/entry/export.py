@@ -57,6 +57,7 @@ def _export(run: Any) -> None:
     from core.train.export.formats.write import write_formats
     from core.train.export.retention import probes
     from core.train.feed import read_data
+    from core.train.kernels.fused.modules import fuse_parts
     from core.train.model.build import build_model
     from core.train.model.compute import prepare_compute
     from core.train.model.load import given_head, load_model, load_tokenizer, saved_dtype
@@ -71,6 +72,8 @@ def _export(run: Any) -> None:
     if isinstance(method, Full):
         head = run.spec.stage.head
         model = load_model(run.adapter_dir, saved_dtype(run.adapter_dir), head=given_head(run.adapter_dir, head))
+        if not run.spec.training.compile:
+            fuse_parts(model, compute.placement.device)  # as it was trained: the figures are those of its run
     else:
         built = build_model(run, compute.placement, tokenizer, data.longest)
         built.hand_back()

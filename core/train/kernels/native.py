@@ -315,25 +315,29 @@ def _try_softmax(kernels: ctypes.CDLL, logits: Tensor) -> None:
         raise NativeUnavailable("their softmax differs from torch's on this processor")
 
 
-@torch.enable_grad()
 def _try_parts(kernels: ctypes.CDLL, x: Tensor) -> None:
-    grad, weight = x.roll(3, 1), x[2] * 0.1
-    parts = {False: weight, True: 1.0 + weight.float()}
+    """Gradients by their formulas: this may run below autograd, where a packed weight is dequantised first."""
+    grad, weight, wide = x.roll(3, 1), x[2] * 0.1, x.float()
+    up = grad.float()
+    root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     found: list[tuple[Tensor, Tensor]] = []
-    for from_one, by in parts.items():
-        leaf = x.float().requires_grad_()
-        wanted = leaf * torch.rsqrt(leaf.pow(2).mean(-1, keepdim=True) + 1e-6) * by
+    for from_one, by in {False: weight.float(), True: 1.0 + weight.float()}.items():
         out, grad_x, scale = torch.empty_like(x), torch.empty_like(x), torch.empty(x.shape[0])
         _norm(kernels, out, scale, x, weight, 1e-6, from_one)
         _norm_grad(kernels, grad_x, grad, x, weight, scale, from_one)
-        found += [(out, wanted), (grad_x, torch.autograd.grad(wanted, leaf, grad.float())[0])]
-    gate, up = x.float().requires_grad_(), grad.float().requires_grad_()
-    wanted = torch.nn.functional.silu(gate) * up
+        above = up * by
+        wanted = root * above - wide * root.pow(3) * (above * wide).mean(-1, keepdim=True)
+        found += [(out, wide * root * by), (grad_x, wanted)]
+    opened = torch.sigmoid(wide)
     out, grad_gate, grad_up = (torch.empty_like(x) for _ in range(3))
     _gate(kernels, out, x, grad)
     _gate_grad(kernels, grad_gate, grad_up, grad, x, grad)
-    found += [(out, wanted), *zip((grad_gate, grad_up), torch.autograd.grad(wanted, (gate, up), up), strict=True)]
+    found += [
+        (out, wide * opened * up),
+        (grad_gate, up * up * opened * (1.0 + wide * (1.0 - opened))),
+        (grad_up, up * wide * opened),
+    ]
     tolerance = 2.0**-6 if x.dtype == torch.bfloat16 else 1e-5
     for each, right in found:
-        if not float((each.float() - right.detach()).abs().max()) <= tolerance * float(right.detach().abs().max()):
+        if not float((each.float() - right).abs().max()) <= tolerance * float(right.abs().max()):
             raise NativeUnavailable(f"their norm or gate in {x.dtype} differs from torch's on this processor")
