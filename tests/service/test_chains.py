@@ -168,7 +168,7 @@ def test_a_model_of_the_registry_is_trained_further_by_another_stage(service: Se
 
 def test_a_format_is_made_after_the_training_without_a_training_slot(service: Service, parent: str) -> None:
     model = f"/models/model-{parent[4:]}"
-    brief = {"export": ["merged", "gguf"], "max_runtime_seconds": 1}  # merged alone takes less
+    brief = {"export": ["merged", "torchao_int8", "torchao_int4"], "max_runtime_seconds": 1}  # merged alone takes less
     url = service.client.post(f"{model}/exports", json=brief).json()["links"]["self"]
     failed = wait_for(
         lambda: (one := service.client.get(url).json())["status"] in ("succeeded", "failed") and one, 200,
