@@ -61,13 +61,18 @@ def trained(folder: Path, model: Path, accelerator: str, stage: str, axes: dict[
 
 
 @pytest.mark.parametrize("name", [*(f"stage {each}" for each in STAGES), *(f"optimizer {each}" for each in OPTIMIZERS)])
-def test_two_steps_are_the_cpus(tmp_path: Path, tiny_dir: Path, name: str) -> None:
+def test_two_steps_are_the_cpus(tmp_path: Path, tiny_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, _, which = name.partition(" ")
     axes: dict[str, Any] = {"method": {"type": "lora", "r": 4}, "optimizer": {"learning_rate": 1e-2}}
     if kind == "optimizer":
         axes = {"method": "full", "optimizer": {"type": which, "learning_rate": 1e-3}}
     stage = which if kind == "stage" else "sft"
     here = trained(tmp_path / "gpu", tiny_dir, "gpu", stage, axes)
+    packing = events(here, "run_record")[0]["record"].get("packing") or {}
+    if kind == "stage" and "why" in packing.get(
+        "prompts", {}
+    ):  # each answer by itself, as the record says: so here too
+        monkeypatch.setattr("core.train.recipe.share_prompts", lambda *_: packing["prompts"]["why"])
     there = trained(tmp_path / "cpu", tiny_dir, "cpu", stage, axes)
     assert events(here, "run_record")[0]["record"]["environment"]["device"] == "cuda"
     losses = [[event["values"]["loss"] for event in events(folder, "metrics")] for folder in (here, there)]
