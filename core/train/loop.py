@@ -69,7 +69,7 @@ class PartialStep:
 
 def keep_and_tell(run: Run, state: TrainerState, stage: Stage, path: Path, step: int, micro: int) -> None:
     """A checkpoint is on the disk: drop those that are too old, and tell."""
-    root, keep, evaluation = path.parent, run.spec.checkpoint, run.spec.evaluation or NoEvaluation()
+    root, keep, evaluation = path.parent, run.spec.checkpoint, run.evaluation
     best = best_steps(state.evaluations, evaluation, stage)
     store.prune(root, keep.keep_last, best, keep.keep_best, keep.keep_hourly)
     if isinstance(evaluation, HeldOut):
@@ -104,7 +104,7 @@ class Loop:
 
     @property
     def evaluation(self) -> HeldOut | NoEvaluation:
-        return self.run.spec.evaluation or NoEvaluation()
+        return self.run.evaluation
 
     def train(self) -> None:
         """Train to the last step. StopRequested after a checkpoint, when asked to leave. Diverged when no step had a

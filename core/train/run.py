@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from core.spec.axes.quantization import NoQuantization
-from core.spec.axes.runtime import NoStream
+from core.spec.axes.runtime import HeldOut, NoEvaluation, NoStream
 from core.spec.job import JobSpec
 from core.spec.run.folder import CHECKPOINTS
 from core.spec.run.orders import RunOrder
@@ -46,6 +46,10 @@ class Run:
     @property
     def spec(self) -> JobSpec:
         return self.order.spec
+
+    @property
+    def evaluation(self) -> HeldOut | NoEvaluation:
+        return self.spec.evaluation or NoEvaluation()
 
     @property
     def model_dir(self) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 from core import HOME as ROOT
 from tests.support.environments import python_of
 from tests.support.service import Service
-from tests.support.tiny_model import CHAT
+from tests.support.tiny_model import byte_tokenizer
 
 LOCK = ROOT / "locks" / "cookbook.txt"
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
@@ -133,25 +133,12 @@ def chat(number: int) -> list[dict[str, str]]:
 def make_model(folder: Path) -> None:
     """A Qwen3 of random weights whose tokenizer has a token for each of Qwen's words of control."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        model_max_length=4096,
-        additional_special_tokens=list(SPECIAL),
-    )
-    wrapped.chat_template = CHAT
+    wrapped = byte_tokenizer(SPECIAL, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096)
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(vocabulary),
+        vocab_size=len(wrapped),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -159,8 +146,8 @@ def make_model(folder: Path) -> None:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=4096,
-        eos_token_id=vocabulary["<|im_end|>"],
-        pad_token_id=vocabulary["<|endoftext|>"],
+        eos_token_id=wrapped.eos_token_id,
+        pad_token_id=wrapped.pad_token_id,
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 CHAT = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -11,29 +13,36 @@ CHAT = (
 )
 
 
-def make(folder: Path) -> None:
-    import torch
+def byte_tokenizer(special: Sequence[str], **about: Any) -> Any:
+    """A tokenizer of bytes that speaks CHAT; the special tokens are its first. `about`: arguments of
+    PreTrainedTokenizerFast."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|im_start|>", "<|im_end|>"]
     vocabulary = {token: number for number, token in enumerate([*special, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=list(special), **about)
+    wrapped.chat_template = CHAT
+    return wrapped
+
+
+def make(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    wrapped = byte_tokenizer(
+        ["<|im_start|>", "<|im_end|>"],
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",
         model_max_length=512,
-        additional_special_tokens=special,
     )
-    wrapped.chat_template = CHAT
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=len(wrapped),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

@@ -24,13 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from core.train.attention.packed import refused_argument
 from core.train.batch import IGNORE_INDEX
 from core.train.loss.head import OutputHead
 from core.train.loss.linear_cross_entropy import token_logprobs
 
 NAME = "eft_exact"
-REFUSED = ("position_bias", "s_aux", "softcap")
-"""Arguments of attention that have no form here."""
 ROWS = 32
 """Rows of a matrix product."""
 QUERIES = 32
@@ -143,7 +142,7 @@ class Exact:
         **more: Any,
     ) -> tuple[Tensor, None]:
         """transformers' attention interface."""
-        refused = next((name for name in REFUSED if more.get(name) is not None), None)
+        refused = refused_argument(more)
         if refused is not None or attention_mask is not None:
             raise NotImplementedError(f"its attention takes {refused or 'a mask of its own'}")
         return self.attention(query, key, value, scaling), None

@@ -17,7 +17,7 @@ that form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -34,6 +34,8 @@ from core.train.attention.segments import apart, varlen
 from core.train.batch import Batch
 
 NAME = "eft_packed"
+REFUSED = ("position_bias", "s_aux", "softcap")
+"""Arguments of attention that none of our forms of it has."""
 _packed: ContextVar[Batch | None] = ContextVar("packed", default=None)
 _windows: ContextVar[set[int] | None] = ContextVar("windows", default=None)
 
@@ -88,6 +90,11 @@ def mask(*, local_size: int | None = None, use_vmap: bool = False, **about: Any)
     return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **about)
 
 
+def refused_argument(more: Mapping[str, Any]) -> str | None:
+    """An argument of attention that only a model's own kernels compute; None: there is none."""
+    return next((name for name in REFUSED if more.get(name) is not None), None)
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -113,8 +120,7 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )
-    refused = next((name for name in ("position_bias", "s_aux", "softcap") if more.get(name) is not None), None)
-    if refused is not None:
+    if (refused := refused_argument(more)) is not None:
         raise NotImplementedError(f"attention with {refused} has no form for packed rows")
     key, value = with_kept(key, value)
     if key_places is not None:

@@ -22,7 +22,7 @@ def load_best_model(
 
     A notice reports weights that are gone or damaged; those of the last step are handed back then.
     """
-    spec = run.spec.evaluation or NoEvaluation()
+    spec = run.evaluation
     best = early_stopping(evaluations, spec, stage).best
     if best is None or isinstance(spec, NoEvaluation):
         return None

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-NAME = "eft_slots"
-REFUSED = ("position_bias", "s_aux", "softcap")
-"""Arguments of attention that have no form here."""
+from core.train.attention.packed import refused_argument
 
+NAME = "eft_slots"
 
 Attention = Callable[[Tensor, Tensor, Tensor, float | None, Tensor | None], Tensor]
 """Causal attention: `Exact.attention` (exact.py)."""
@@ -179,7 +178,7 @@ def attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface; see SlotCache.attend. NoSlotForm."""
-    refused = next((name for name in REFUSED if more.get(name) is not None), None)
+    refused = refused_argument(more)
     cache = _cache.get()
     if refused is not None or attention_mask is not None or cache is None:
         raise NoSlotForm(f"its attention takes {refused or 'a mask of its own'}")
