@@ -59,14 +59,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_was_paused_and_killed_ends_with_the_same_bits(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
     calm = write_run(tmp_path / "calm", tiny_dir, rows, **RESUMED)
     assert run(calm) == EXIT_OK, log(calm)
-    attempts = [write_run(tmp_path / "1", tiny_dir, rows, **RESUMED)]
+    memory = tmp_path / "memory"  # where the copies of its state go first, beside the steps
+    attempts = [write_run(tmp_path / "1", tiny_dir, rows, memory_dir=memory / "1", **RESUMED)]
     assert run(attempts[0], AskedAt(3, attempts[0])) == EXIT_CHECKPOINTED
-    attempts.append(write_run(tmp_path / "2", tiny_dir, rows, resume_from=attempts, **RESUMED))
+    attempts.append(write_run(tmp_path / "2", tiny_dir, rows, resume_from=attempts, memory_dir=memory / "2", **RESUMED))
     killed = start(attempts[1])
     wait_until(lambda: any(event["step"] >= 3 for event in events(attempts[1], "metrics")), killed)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    attempts.append(write_run(tmp_path / "3", tiny_dir, rows, resume_from=list(reversed(attempts)), **RESUMED))
+    left = [memory / "2", *reversed(attempts)]
+    attempts.append(write_run(tmp_path / "3", tiny_dir, rows, resume_from=left, **RESUMED))
     assert run(attempts[2]) == EXIT_OK, log(attempts[2])
     assert events(attempts[2], "resumed"), "it began anew"
     assert weights(attempts[2]) == weights(calm)

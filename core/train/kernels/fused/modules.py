@@ -62,8 +62,7 @@ def fuse_parts(model: nn.Module, device: torch.device) -> FusedParts:
 def _fits(*tensors: Tensor) -> bool:
     first = tensors[0]
     return (
-        first.device.type == "cpu"
-        and first.dtype in DTYPES
+        first.dtype in DTYPES
         and all(each.dtype == first.dtype for each in tensors)
         and not torch.compiler.is_compiling()
     )
