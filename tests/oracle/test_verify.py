@@ -22,7 +22,7 @@ from tests.support.trainer import chats, write_rows, write_run
 def verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["eft verify", *arguments])
-        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("COLUMNS", "80")
         capsys.readouterr()
         code = entry.main()
         return code, *capsys.readouterr()
@@ -59,6 +59,7 @@ def test_a_run_is_replayed(tmp_path: Path, tiny_dir: Path, verify: Any) -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in lines))
     code, out, err = verify(str(folder), "--steps", "3", "--tolerance", "1e-4")
     assert code == 1 and "largest difference" in out and "at step 3" in out and "differ by 1.0e-03" in err
+    assert f"{third['values']['loss']:.6g}" in out, "a number is cut at 80 columns"
 
 
 def test_what_cannot_be_verified_is_said(verify: Any) -> None:

@@ -71,6 +71,9 @@ def _verify(job: str, steps: int) -> dict[str, Any]:
     except PackageNotFoundError:
         found = ""
     folders = attempts(job)
+    from core.train.model.noise import hush
+
+    hush()
     from core.train.verify.compare import compare
     from core.train.verify.peer import EXTRA, train
     from core.train.verify.replay import prepare, recorded
@@ -104,15 +107,24 @@ def attempts(job: str) -> list[Path]:
     )
 
 
-def _draw(document: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    names = [name for name in SHOWN if name in document["largest"]]
-    table = Table("step", *(f"{name}{side}" for name in names for side in ("", " (TRL)")), "loss apart")
+def _table(document: dict[str, Any], names: list[str]) -> Table:
+    """Both curves of these figures, side by side."""
+    table = Table("step", "loss apart", *(f"{name}{side}" for name in names for side in ("", " (TRL)")))
     for row in document["steps"]:
         cells = [f"{row[side][name]:.6g}" for name in names for side in ("ours", "trl")]
         apart = abs(row["ours"]["loss"] - row["trl"]["loss"]) / max(abs(row["trl"]["loss"]), 1e-12)
-        table.add_row(str(row["step"]), *cells, f"{apart:.1e}")
-    console.print(table)
+        table.add_row(str(row["step"]), f"{apart:.1e}", *cells)
+    return table
+
+
+def _draw(document: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    names = [name for name in SHOWN if name in document["largest"]]
+    shown = len(names)
+    unbounded = console.options.update(max_width=1000)
+    while shown > 1 and console.measure(_table(document, names[:shown]), options=unbounded).maximum > console.width:
+        shown -= 1  # a number that is cut says nothing; the lines below name every figure
+    console.print(_table(document, names[:shown]))
     for name in names:
         most = document["largest"][name]
         apart = f"{most['absolute']:.2g} ({most['relative']:.1e} of TRL's)"
