@@ -34,7 +34,18 @@ from core.plan.optimizers import state_of
 from core.plan.stream import MARGIN, Decision, Free, Need, decide
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.evaluation.generation import NoGeneration
-from core.spec.axes.export import FP8, GGUF, GPTQ, LMEval, Merged, PackedExport, TorchAOInt4, TorchAOInt8, VLLMAdapter
+from core.spec.axes.export import (
+    AWQ,
+    FP8,
+    GGUF,
+    GPTQ,
+    LMEval,
+    Merged,
+    PackedExport,
+    TorchAOInt4,
+    TorchAOInt8,
+    VLLMAdapter,
+)
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA
 from core.spec.axes.optim.optimizers import SophiaG
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
@@ -507,7 +518,7 @@ def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> I
                 yield Item("export", size, f"`gguf`: the whole model in {quantization}")
             case VLLMAdapter():
                 yield Item("export", adapter, "`vllm`: the adapter")
-            case FP8() | GPTQ() | TorchAOInt8() | TorchAOInt4():
+            case FP8() | GPTQ() | AWQ() | TorchAOInt8() | TorchAOInt4():
                 yield Item("export", shape.parameters * 2, f"`{export.type}`: the whole model, counted in 16 bits")
             case LMEval():
                 pass  # a few numbers and the answers

@@ -12,7 +12,7 @@ CACHE = HOME / "cache"
 
 
 def compressed_tools() -> Tools:
-    """Install what reads fp8 and GPTQ folders, or answer what is there."""
+    """Install what reads fp8, GPTQ and AWQ folders, or answer what is there."""
     return install("compressed", CACHE, offline=False, field="export")
 
 

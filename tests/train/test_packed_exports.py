@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor
 
 from core.errors import ModelError
-from core.spec.axes.export import FP8, GPTQ, PackedExport, TorchAOInt4, TorchAOInt8
+from core.spec.axes.export import AWQ, FP8, GPTQ, PackedExport, TorchAOInt4, TorchAOInt8
 from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.compare import logits_of
 from core.train.export.formats import packed
-from core.train.export.formats.packed import write_gptq, write_rounded
+from core.train.export.formats.packed import write_four_bits, write_rounded
 from core.train.export.formats.subject import Subject, Withheld
 from core.train.export.formats.write import write_formats
+from core.train.export.packed.awq import Fold, factors_for, folds_of, rounded
+from core.train.export.packed.blocks import one_after_another
 from core.train.export.packed.gptq import quantise
 from core.train.export.packed.layout import LEAST, MOST, fp8_pieces, group_of, int4_pieces
 from core.train.export.packed.readers import Reader
@@ -104,6 +107,57 @@ def test_gptq_of_inputs_that_never_come_and_of_too_few_rows() -> None:
     assert _error(weight, q, scales, rows) < 0.01 * float((rows @ weight.t()).square().mean())
 
 
+def test_awq_keeps_large_inputs_better_than_rounding_does() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(48, 160), torch.randn(32, 160)]
+    rows = torch.randn(400, 160)
+    rows[:, ::40] *= 20  # as a few channels of a language model are
+    products = rows.t() @ rows / len(rows)
+    factors = factors_for(weights, products, 32, torch.bfloat16)
+    lost = []
+    for weight in weights:
+        q, scales = rounded(weight * factors, products.diagonal() / factors.square(), 32, torch.bfloat16)
+        ranged, own = rounded(weight, products.diagonal(), 32, torch.bfloat16)
+        widest = weight.view(-1, 5, 32).abs().amax(-1) / MOST
+        nearest = (weight / widest.repeat_interleave(32, 1)).round()
+        scaled = _error(weight * factors, q, scales, rows / factors)
+        lost.append((scaled, _error(weight, ranged, own, rows), _error(weight, nearest, widest, rows)))
+    by_awq, by_range, by_rounding = (sum(each) for each in zip(*lost, strict=True))
+    assert by_awq < by_range and by_awq < 0.4 * by_rounding
+    # Inputs of one size, none of which comes before others: nothing is divided.
+    assert torch.equal(factors_for(weights, torch.eye(160), 32, torch.bfloat16), torch.ones(160))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "phi3"])
+def test_awq_finds_what_makes_the_inputs_of_layers(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family in OTHERS:
+        monkeypatch.setitem(TRAINED, family, OTHERS[family])
+    subject = _tuned(family, tmp_path)
+    whole = subject.whole("trained")
+    model = load_model(whole, torch.float32)
+    layers = [name for name, module in model.get_submodule("model.layers.0").named_modules()
+              if isinstance(module, torch.nn.Linear)]  # fmt: skip
+    found: list[tuple[str, Fold]] = []
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def visit(name: str, block: torch.nn.Module, products: object, first: Callable[[], Tensor]) -> None:
+        found.extend((name, fold) for fold in folds_of(block, layers, first))
+
+    wanted = {f"model.layers.{number}.{name}" for number in range(2) for name in layers}
+    one_after_another(model, "model.layers", subject.rows[:2], wanted, visit, subject.between)
+    form = "from_one" if family == "gemma3" else "weight"
+    sources = {fold.layers: (fold.source, fold.form) for name, fold in found if name == "model.layers.0"}
+    if family == "phi3":
+        assert sources[("self_attn.qkv_proj",)] == ("input_layernorm", form)
+    else:
+        assert sources[("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")] == ("input_layernorm", form)
+        assert sources[("mlp.down_proj",)] == ("mlp.up_proj", "rows")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "a trial left traces"
+    subject.close()
+
+
 def test_groups_divide_every_layer() -> None:
     assert [group_of(inputs) for inputs in ({256, 512}, {576, 1536}, {96}, {100, 128})] == [128, 64, 32, None]
 
@@ -137,7 +191,7 @@ def _by_formula(folder: Path, into: Path, subject: Subject) -> Tensor:
     return logits_of(load_model(into, torch.float32), subject.rows, subject.between)
 
 
-APART = {"gptq": 1e-10, "torchao_int8": 1e-10, "fp8": 0.05, "torchao_int4": 0.05}
+APART = {"gptq": 1e-10, "awq": 1e-10, "torchao_int8": 1e-10, "fp8": 0.05, "torchao_int4": 0.05}
 """Squares of what the library computes and what the formula does; two libraries round the inputs of layers too."""
 
 
@@ -162,9 +216,12 @@ def test_formats_are_read_by_their_library_and_by_eft(tmp_path: Path, monkeypatc
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "read_logits", noted)
-        asked: list[PackedExport] = [FP8(min_retention=0.9), GPTQ(min_retention=1), TorchAOInt8(), TorchAOInt4()]
+        asked: list[PackedExport] = [
+            *(FP8(min_retention=0.9), GPTQ(min_retention=1), TorchAOInt8(), TorchAOInt4(), AWQ(min_retention=0.6)),
+        ]
         outcomes = write_formats(asked, subject, Events())  # type: ignore[arg-type]
-    fp8, gptq, int8, int4 = outcomes
+    fp8, gptq, int8, int4, awq = outcomes
+    assert awq["released"] and 0.6 < awq["retention"]["retention"] < 1, awq
     for outcome, least in ((int8, 0.97), (int4, 0.9)):
         assert outcome["released"] and outcome["retention"]["reader"] == "torchao 0.18.0", outcome
         assert least < outcome["retention"]["retention"] < 1
@@ -200,8 +257,8 @@ def test_files_of_each_family(tmp_path: Path, family: str, monkeypatch: pytest.M
         raise Written
 
     monkeypatch.setattr(packed, "_proven", refuse)
-    for item in (FP8(), GPTQ(), TorchAOInt8(), TorchAOInt4()):
-        write = write_rounded if isinstance(item, FP8 | TorchAOInt8) else write_gptq
+    for item in (FP8(), GPTQ(), AWQ(), TorchAOInt8(), TorchAOInt4()):
+        write = write_rounded if isinstance(item, FP8 | TorchAOInt8) else write_four_bits
         folder = subject.artifacts / item.type
         with pytest.raises(Written):
             write(item, subject, folder)  # type: ignore[operator]

@@ -91,6 +91,19 @@ class GPTQ(SpecModel):
     """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
 
 
+class AWQ(SpecModel):
+    """The whole model with its linear layers in 4 bits, the weights of large inputs in finer steps, by AWQ over
+    training rows (arXiv:2306.00978). The layout is that of `gptq`. It takes less time than GPTQ on large models, and
+    keeps a little less. compressed-tensors reads the folder, and its logits are compared with those of the trained
+    model."""
+
+    type: Literal["awq"] = "awq"
+    merge_onto: MergeOnto = "trained"
+    """Weights that the adapter is merged into; see `merged`."""
+    min_retention: Retention | None = None
+    """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
+
+
 class TorchAOInt8(SpecModel):
     """The whole model with its linear layers in 8-bit integers, one scale for each output, in torchao's layout, which
     transformers loads on a CPU or a GPU. Inputs of these layers and the output head stay in 16 bits. torchao reads the
@@ -116,7 +129,7 @@ class TorchAOInt4(SpecModel):
     """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
 
 
-PackedExport = FP8 | GPTQ | TorchAOInt8 | TorchAOInt4
+PackedExport = FP8 | GPTQ | AWQ | TorchAOInt8 | TorchAOInt4
 """Folders of the whole model with quantised linear layers."""
 
 
@@ -137,7 +150,7 @@ class LMEval(SpecModel):
 
 
 Export = Annotated[
-    Merged | GGUF | VLLMAdapter | FP8 | GPTQ | TorchAOInt8 | TorchAOInt4 | LMEval,
+    Merged | GGUF | VLLMAdapter | FP8 | GPTQ | AWQ | TorchAOInt8 | TorchAOInt4 | LMEval,
     Field(discriminator="type"),
     short_form(by_type, otherwise="merged"),
 ]
@@ -169,6 +182,8 @@ def about(export: Export) -> AboutFormat:
             return AboutFormat("fp8", "the fp8 model", "packed_withheld", 0.97)
         case GPTQ():
             return AboutFormat("gptq", "the GPTQ model", "packed_withheld", 0.90)
+        case AWQ():
+            return AboutFormat("awq", "the AWQ model", "packed_withheld", 0.90)
         case TorchAOInt8():
             return AboutFormat("torchao_int8", "the int8 model", "packed_withheld", 0.97)
         case TorchAOInt4():

@@ -235,7 +235,8 @@ def export_model(
     formats: Annotated[
         list[str],
         typer.Argument(
-            metavar="FORMAT...", help="`merged`, `vllm`, `fp8`, `gptq`, `torchao_int8`, `gguf-Q8_0`, `lm-eval-gsm8k` …"
+            metavar="FORMAT...",
+            help="`merged`, `vllm`, `fp8`, `gptq`, `awq`, `torchao_int8`, `gguf-Q8_0`, `lm-eval-gsm8k` …",
         ),
     ],
     seconds: Annotated[

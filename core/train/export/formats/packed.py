@@ -1,5 +1,5 @@
-"""`export: fp8`, `gptq`, `torchao_int8` and `torchao_int4`: merge, quantise the linear layers, read with the library
-that people read such folders with, compare."""
+"""`export: fp8`, `gptq`, `awq`, `torchao_int8` and `torchao_int4`: merge, quantise the linear layers, read with the
+library that people read such folders with, compare."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from core.errors import ModelError
 from core.plan.models.shape import Shape
-from core.spec.axes.export import FP8, GPTQ, PackedExport, TorchAOInt4, TorchAOInt8, required_retention
+from core.spec.axes.export import AWQ, FP8, GPTQ, PackedExport, TorchAOInt4, TorchAOInt8, required_retention
 from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.formats.merged import word
 from core.train.export.formats.subject import Subject, Withheld, check_memory
 from core.train.export.packed import layout, torchao
+from core.train.export.packed.awq import quantise_block
 from core.train.export.packed.blocks import one_after_another
 from core.train.export.packed.gptq import quantise
 from core.train.export.packed.layout import group_of
@@ -35,7 +36,7 @@ from core.train.tools.install import ToolFailed, Tools, find
 
 PROGRAM = Path(__file__).parent.parent / "packed" / "read_program.py"
 ROWS = 64
-"""Most training rows that GPTQ looks at; a row is cut as in training."""
+"""Most training rows that GPTQ and AWQ look at; a row is cut as in training."""
 
 _EIGHT_BITS = "`fp8` or `torchao_int8`"
 Pieces = dict[str, dict[str, Tensor]]
@@ -58,8 +59,8 @@ def write_rounded(item: FP8 | TorchAOInt8, subject: Subject, folder: Path) -> di
     return {"dtype": word(dtype)} | _proven(item, subject, folder, tools)
 
 
-def write_gptq(item: GPTQ | TorchAOInt4, subject: Subject, folder: Path) -> dict[str, Any]:
-    """The same in 4 bits, chosen by GPTQ over training rows."""
+def write_four_bits(item: GPTQ | AWQ | TorchAOInt4, subject: Subject, folder: Path) -> dict[str, Any]:
+    """The same in 4 bits, chosen by GPTQ or AWQ over training rows."""
     tools = _tools(item, subject)
     check_memory(subject.model, torch.float32)
     whole = subject.whole(item.merge_onto)
@@ -75,16 +76,27 @@ def write_gptq(item: GPTQ | TorchAOInt4, subject: Subject, folder: Path) -> dict
     if not inputs or group is None:
         raise Withheld(f"no linear layer has a number of inputs that groups of 32 divide; take {_EIGHT_BITS} instead")
     dense = sorted({*dense, *(targets - inputs.keys())})
-    pieces_of = layout.int4_pieces if isinstance(item, GPTQ) else torchao.int4_pieces
+    pieces_of = torchao.int4_pieces if isinstance(item, TorchAOInt4) else layout.int4_pieces
     pieces: Pieces = {}
+    stored: dict[str, Tensor] = {}
 
-    def visit(name: str, block: Any, products: dict[str, Tensor]) -> None:
+    def by_gptq(block: Any, products: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         for local, product in products.items():
-            weight = block.get_submodule(local).weight
             subject.between()
-            q, scales = quantise(weight.detach(), product, group, dtype)
+            yield (local, *quantise(block.get_submodule(local).weight.detach(), product, group, dtype))
+
+    def visit(name: str, block: Any, products: dict[str, Tensor], first: Callable[[], Tensor]) -> None:
+        changed: dict[str, Tensor] = {}
+        found = (
+            quantise_block(block, products, group, dtype, first, changed, subject.between)
+            if isinstance(item, AWQ)
+            else by_gptq(block, products)
+        )
+        for local, q, scales in found:
             pieces[f"{name}.{local}"] = pieces_of(q, scales, dtype)
+            weight = block.get_submodule(local).weight
             weight.copy_((q * scales.repeat_interleave(group, 1)).to(dtype))  # as it will be read
+        stored.update({f"{name}.{local}": tensor for local, tensor in changed.items()})
 
     one_after_another(model, path, subject.calibration[:ROWS], set(inputs), visit, subject.between)
     del model
@@ -96,7 +108,9 @@ def write_gptq(item: GPTQ | TorchAOInt4, subject: Subject, folder: Path) -> dict
     def chosen(module: str, weight: Tensor) -> dict[str, Tensor] | None:
         return pieces.pop(module, None)
 
-    _write(item, folder, whole, chosen, dtype, subject, targets=set(inputs), dense=dense, group=group)
+    _write(item, folder, whole, chosen, dtype, subject, targets=set(inputs), dense=dense, group=group, stored=stored)
+    if stored:
+        raise Withheld(f"the model's files have no {min(stored)}, which AWQ has changed; take `gptq` instead")
     about = {"bits": 4, "group_size": group, "calibration_rows": len(subject.calibration[:ROWS])}
     return {"dtype": word(dtype)} | about | _proven(item, subject, folder, tools)
 
@@ -141,12 +155,18 @@ def _write(
     targets: set[str],
     dense: Sequence[str],
     group: int | None,
+    stored: dict[str, Tensor] | None = None,
 ) -> None:
-    """`pieces_of` (name of a layer, its weight): the tensors of a quantised layer, or None where it stays dense."""
+    """`pieces_of` (name of a layer, its weight): the tensors of a quantised layer, or None where it stays dense.
+    `stored`: other tensors that are written in place of those of the files; each is removed once it is written."""
+    stored = {} if stored is None else stored
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in read_tensors(whole):
             module = _layer(name)
+            if name in stored:
+                yield name, stored.pop(name)
+                continue
             pieces = None if module is None else pieces_of(module, tensor)
             if pieces is None:
                 yield name, _narrow(tensor, dtype)
@@ -155,7 +175,7 @@ def _write(
 
     folder.mkdir(parents=True)
     match item:
-        case FP8() | GPTQ():
+        case FP8() | GPTQ() | AWQ():
             about, header = layout.quantization_config(item.type, group, dense), {}
         case TorchAOInt8() | TorchAOInt4():
             about = torchao.quantization_config(group, dense)

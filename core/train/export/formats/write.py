@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from core.spec.axes.export import (
+    AWQ,
     FP8,
     GGUF,
     GPTQ,
@@ -84,10 +85,10 @@ def _written(item: Export, subject: Subject, folder: Path) -> dict[str, Any]:
             from core.train.export.formats.packed import write_rounded
 
             return write_rounded(item, subject, folder)
-        case GPTQ() | TorchAOInt4():
-            from core.train.export.formats.packed import write_gptq
+        case GPTQ() | AWQ() | TorchAOInt4():
+            from core.train.export.formats.packed import write_four_bits
 
-            return write_gptq(item, subject, folder)
+            return write_four_bits(item, subject, folder)
         case LMEval():
             from core.train.export.formats.lm_eval import write_lm_eval
 

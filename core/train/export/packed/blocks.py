@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Visit = Callable[[str, nn.Module, dict[str, Tensor]], None]
-"""(name of the block, the block, mean products of the inputs of its linear layers by their names in it)."""
+Visit = Callable[[str, nn.Module, dict[str, Tensor], Callable[[], Tensor]], None]
+"""(name of the block, the block, mean products of the inputs of its linear layers by their names in it, and what the
+block makes of the first row)."""
 
 
 class _LastBlock(Exception):
@@ -37,8 +38,13 @@ def one_after_another(
                     stack.callback(module.register_forward_pre_hook(partial(_add, sums, local)).remove)
             _through(block, states, [call[number] for call in calls], between)
         count = sum(len(row) for row in rows)
-        visit(name, block, {local: total / count for local, total in sums.items()})
-        states = _through(block, states, [call[number] for call in calls], between)
+        here = [call[number] for call in calls]
+
+        def first(block: nn.Module = block, state: Tensor = states[0], call: tuple[Any, Any] = here[0]) -> Tensor:
+            return _through(block, [state], [call], between)[0]
+
+        visit(name, block, {local: total / count for local, total in sums.items()}, first)
+        states = _through(block, states, here, between)
 
 
 def _begin(

@@ -27,14 +27,14 @@ def quantise(weight: Tensor, hessian: Tensor, group: int, dtype: torch.dtype) ->
     silent = hessian.diagonal() == 0
     hessian.diagonal()[silent] = 1
     weight[:, silent] = 0  # whatever they are, no input of the calibration rows tells
-    scales = _scales(weight, hessian.diagonal(), group, dtype)
+    scales = scales_of(weight, hessian.diagonal(), group, dtype)
     order = hessian.diagonal().argsort(descending=True, stable=True)
     spread = scales.repeat_interleave(group, 1)[:, order]
     ordered = _in_order(weight[:, order], spread, _inverse_factor(hessian[order][:, order]))
     return ordered[:, order.argsort()], scales
 
 
-def _scales(weight: Tensor, importance: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+def scales_of(weight: Tensor, importance: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """The scale of each group with the least error of its weights, each counted by the mean square of its input."""
     grouped = weight.view(weight.shape[0], -1, group)
     counted = importance.view(1, -1, group)
