@@ -1,5 +1,5 @@
 """The dashboard in headless Chromium beside MLflow's page: `python -m bench.web [--runs N] [--metrics N] [--steps N]
-[--jobs N] [--rounds N] [--mlflow FOLDER]`.
+[--jobs N] [--longest N] [--rounds N] [--mlflow FOLDER] [--folder FOLDER]`.
 
 Compare holds `runs` jobs with `metrics` curves of `steps` steps beside each other: time to the first paint and to the
 drawn curves, when the server reads them for the first time and when it has kept them; frames while one drags over a
@@ -7,22 +7,20 @@ curve, moves over it and shows all of it again; memory of the page. Jobs scrolls
 of them, and frames while scrolling. MLflow's server holds the same curves, and its page is asked in turn, in a browser
 of its own: processor seconds of browser and server until the curves are drawn, and of the browser for a gesture. It is
 installed into an environment of its own (`--mlflow`, by default a folder that is deleted afterwards). Rows are written
-to the databases directly, in the form in which workers and MLflow's store write them.
+to the databases directly, in the form in which workers and MLflow's store write them. Another job has one curve of
+`longest` steps; its page is opened alone. With `--folder` the databases are kept there, and filled only where they are
+not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import random
-import sqlite3
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,10 @@ from typing import Any
 from bench import web_mlflow
 from bench.api import _json, our_server
 from bench.report import compare, finish, hardware, show
-from core.ids import new_id
+from bench.server import Server
+from bench.web_data import NAMES, Wanted, fill
 from tests.support.browser import MISSING, Browser, browser, programs
 
-NAMES = (
-    "loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes", "total_tokens", "epoch", "reward", "kl",
-    "entropy",
-)  # fmt: skip
 FRAMES = """const [work, frames] = arguments, done = arguments[arguments.length - 1], times = [];
 const step = new Function("n", work);
 let last = performance.now(), n = 0;
@@ -180,25 +175,22 @@ def main() -> None:
     parser.add_argument("--metrics", type=int, default=10, choices=range(1, len(NAMES) + 1))
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--longest", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mlflow", type=Path, help="environment with MLflow; made where it is not there")
+    parser.add_argument("--folder", type=Path, help="where the databases are kept")
     asked = parser.parse_args()
     if programs() is None:
         raise SystemExit(f"this bench needs {MISSING}")
-    print(hardware(), flush=True)
+    print(f"{hardware()}, load average {os.getloadavg()[0]:.1f}", flush=True)
+    wanted = Wanted(asked.runs, NAMES[: asked.metrics], asked.steps, asked.longest)
     with tempfile.TemporaryDirectory(prefix="eft-web-") as name, ExitStack() as stack:
         folder = Path(name)
-        peer = web_mlflow.Peer(web_mlflow.environment(asked.mlflow or folder / "mlflow"), folder)
-        database = folder / "eft.db"
-        ours, headers, file_id = our_server(f"sqlite:///{database}", folder, stack)
-        spec = {"name": "one of many", "model": "org/model", "data": {"train": file_id}}
-        first = _json(ours, "POST", "/jobs", json.dumps(spec).encode(), headers)["id"]
-        began = time.monotonic()
-        wanted = (asked.runs, NAMES[: asked.metrics], asked.steps)
-        compared = _fill(database, first, asked.jobs, *wanted)
-        peer.fill(asked.runs, _curves(*wanted))
-        points = asked.runs * asked.metrics * asked.steps
-        print(f"{asked.jobs:,} jobs, {points:,} points written twice in {time.monotonic() - began:.0f} s", flush=True)
+        kept = asked.folder or folder
+        kept.mkdir(exist_ok=True)
+        peer = web_mlflow.Peer(web_mlflow.environment(asked.mlflow or folder / "mlflow"), kept)
+        ours, headers, file_id = our_server(f"sqlite:///{kept / 'eft.db'}", folder, stack)
+        compared = _filled(kept, wanted, asked.jobs, peer, ours, headers, file_id)
 
         def beside(what: str, address: str) -> Browser:
             (folder / what).mkdir()
@@ -211,9 +203,13 @@ def main() -> None:
         window.type("input[name=key]", headers["Authorization"].removeprefix("Bearer "))
         window.click("button.main")
         window.find("header.bar")
-        path = f"http://{ours.address}/ui/compare?" + "&".join(f"job={one}" for one in compared)
+        path = f"http://{ours.address}/ui/compare?" + "&".join(f"job={one}" for one in compared[:-1])
         mine = Page(window, folder / "browser", ours.pid, path, "return eft.drawn > 0", "#plot-loss .u-over")
         results = {"compare": {f"cold: {what}": value for what, value in mine.open().items()}}
+        longest = f"http://{ours.address}/ui/jobs/{compared[-1]}"
+        long = Page(window, folder / "browser", ours.pid, longest, mine.drawn, mine.curve)
+        results["one long curve"] = {f"cold: {what}": value for what, value in long.open().items()}
+        results["one long curve"] |= long.open() | _of_frames("gestures", sorted(long.gestures(8)["frames"]))
         stack.enter_context(peer.serve())
         other = beside("peer", peer.address)
         theirs = Page(
@@ -231,6 +227,30 @@ def main() -> None:
             if isinstance(value, float | int):
                 print(f"{page:<22} {what:<44} {value:>12,.1f}", flush=True)
     finish({page: figures | {"hardware": hardware()} for page, figures in results.items()})
+
+
+def _filled(
+    folder: Path, wanted: Wanted, jobs: int, peer: web_mlflow.Peer, ours: Server, headers: dict[str, str], file_id: str
+) -> list[str]:
+    """Ids of the jobs that have curves, in both databases."""
+    note = folder / "filled.json"
+    asked = [wanted.runs, list(wanted.names), wanted.steps, wanted.longest, jobs]
+    if note.exists():
+        found = json.loads(note.read_text())
+        if found["asked"] != asked:
+            raise SystemExit(f"{folder} was filled with {found['asked']}: take another folder")
+        peer.experiment = found["experiment"]
+        return list(found["compared"])
+    began = time.monotonic()
+    spec = {"name": "one of many", "model": "org/model", "data": {"train": file_id}}
+    first = _json(ours, "POST", "/jobs", json.dumps(spec).encode(), headers)["id"]
+    compared = fill(folder / "eft.db", first, jobs, wanted)
+    between = time.monotonic()
+    peer.fill(wanted)
+    spent = f"{between - began:.0f} s, and for the peer in {time.monotonic() - between:.0f} s"
+    print(f"{jobs:,} jobs, {wanted.points:,} points written in {spent}", flush=True)
+    note.write_text(json.dumps({"asked": asked, "compared": compared, "experiment": peer.experiment}))
+    return compared
 
 
 def _beside(mine: Page, theirs: Page, rounds: int) -> dict[str, dict[str, Any]]:
@@ -264,55 +284,6 @@ def _beside(mine: Page, theirs: Page, rounds: int) -> dict[str, dict[str, Any]]:
             "lines": shown[1],
         }
     return found
-
-
-def _fill(database: Path, first: str, jobs: int, runs: int, names: tuple[str, ...], steps: int) -> list[str]:
-    """Make copies of the job that are over, and curves for some of them; the ids of those."""
-    with closing(sqlite3.connect(database, timeout=60)) as connection, connection:
-        connection.execute("PRAGMA cache_size = -400000")
-        connection.row_factory = sqlite3.Row
-        row = dict(connection.execute("SELECT * FROM jobs WHERE id = ?", (first,)).fetchone())
-        now = row["created_at"]
-        ids = [new_id("job") for _ in range(jobs)]
-        columns = ", ".join(f'"{name}"' for name in row)
-        marks = ", ".join("?" for _ in row)
-        over = {"status": "succeeded", "reason": "finished", "queue_key": row["queue_key"], "attempt": 2}
-
-        def copies() -> Iterator[tuple[Any, ...]]:
-            for number, job_id in enumerate(ids):
-                figures = {"train_loss": 1 + 1 / (number + 1), "steps": steps}
-                ended = {"started_at": now + 1, "finished_at": now + 100 + number, "result": json.dumps(figures)}
-                made = row | over | ended | {"id": job_id, "name": f"run {number}", "created_at": now + number * 1e-3}
-                yield tuple(made.values())
-
-        connection.executemany(f"INSERT INTO jobs ({columns}) VALUES ({marks})", copies())  # noqa: S608
-        connection.execute("DELETE FROM events WHERE job_id = ?", (first,))
-
-        def values() -> Iterator[tuple[Any, ...]]:
-            for number, name, step, value, moment in _curves(runs, names, steps):
-                yield ids[-runs:][number], name, step, 2, value, now + moment, row["owner_id"], row["project_id"]
-
-        connection.executemany(
-            "INSERT INTO metrics (job_id, name, step, attempt, value, time, owner_id, project_id) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            values(),
-        )
-    return ids[-runs:]
-
-
-def _curves(runs: int, names: tuple[str, ...], steps: int) -> Iterator[tuple[int, str, int, float, float]]:
-    """Number of the run, name, step, value, seconds since its beginning."""
-    numbers = random.Random(0)  # noqa: S311
-    for number in range(runs):
-        for name in names:
-            for step in range(1, steps + 1):
-                yield (
-                    number,
-                    name,
-                    step,
-                    math.exp(-step / steps * 3) + number * 0.01 + numbers.random() * 0.05,
-                    float(step),
-                )
 
 
 def _jobs(window: Browser, count: int) -> dict[str, float]:

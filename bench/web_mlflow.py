@@ -7,12 +7,13 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
 
+from bench.web_data import Wanted, curve
 from tests.support.ports import held_port
 
 VERSION = "3.17.2"
@@ -58,30 +59,35 @@ class Peer:
         self.address = ""
         self.pid = 0
 
-    def fill(self, runs: int, curves: Iterable[tuple[int, str, int, float, float]]) -> None:
-        """Curves: number of the run, name, step, value, time in seconds. They are written to the tables directly, in
-        the form in which its store writes them."""
-        command = [str(self.python), "-c", RUNS, self.uri, str(runs)]
+    def fill(self, wanted: Wanted) -> None:
+        """Rows are written to the tables directly, in the form in which its store writes them and in the order of their
+        primary key; the other indices are made afterwards."""
+        command = [str(self.python), "-c", RUNS, self.uri, str(wanted.runs)]
         made = subprocess.run(command, check=True, capture_output=True, text=True)
         self.experiment, ids = json.loads(made.stdout.splitlines()[-1])
-        last: dict[tuple[int, str], tuple[float, float, int]] = {}
-
-        def rows() -> Iterator[tuple[str, float, int, str, int, int]]:
-            for run, name, step, value, moment in curves:
-                last[run, name] = (value, moment, step)
-                yield name, value, int(moment * 1000), ids[run], step, 0
-
-        with closing(sqlite3.connect(self.database, timeout=60)) as connection, connection:
+        told = '"key", value, timestamp, run_uuid, step, is_nan'
+        of_table = "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND tbl_name = 'metrics' AND sql NOTNULL"
+        with closing(sqlite3.connect(self.database, timeout=60, isolation_level=None)) as connection:
             connection.executescript(FAST)
-            told = '"key", value, timestamp, run_uuid, step, is_nan'
-            connection.executemany(f"INSERT INTO metrics ({told}) VALUES (?, ?, ?, ?, ?, ?)", rows())  # noqa: S608
-            connection.executemany(
-                f"INSERT INTO latest_metrics ({told}) VALUES (?, ?, ?, ?, ?, 0)",  # noqa: S608
-                (
-                    (name, value, int(moment * 1000), ids[run], step)
-                    for (run, name), (value, moment, step) in last.items()
-                ),
-            )
+            indices = connection.execute(of_table).fetchall()
+            for name, _ in indices:
+                connection.execute(f"DROP INDEX {name}")
+            for name in sorted(wanted.names):
+                curves = [curve(run, name, wanted.steps) for run in range(wanted.runs)]
+                rows = (
+                    (name, value, step * 1000, ids[run], step, 0)
+                    for step, values in enumerate(zip(*curves, strict=True), 1)
+                    for run, value in enumerate(values)
+                )
+                last = [
+                    (name, one[-1], wanted.steps * 1000, ids[run], wanted.steps, 0) for run, one in enumerate(curves)
+                ]
+                connection.execute("BEGIN")
+                for table, what in (("metrics", rows), ("latest_metrics", last)):
+                    connection.executemany(f"INSERT INTO {table} ({told}) VALUES (?, ?, ?, ?, ?, ?)", what)  # noqa: S608
+                connection.execute("COMMIT")
+            for _, statement in indices:
+                connection.execute(statement)
             connection.execute("UPDATE runs SET status = 'FINISHED', end_time = start_time + 1000")
 
     @contextmanager

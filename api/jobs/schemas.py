@@ -69,6 +69,7 @@ _JOB: dict[str, Any] = {
     "result": None,
     "failure": None,
     "spec": SPEC_LONG,
+    "submitted": {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "data": _FILE},
     "adjusted": {"training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 8},
     "settled": None,
     "node": "box-1",
@@ -114,6 +115,8 @@ class JobView(AttributeDocsModel):
     """Why a job failed: class (user, memory, machine, internal), code, message, field."""
     spec: dict[str, Any] | None
     """Resolved: every default is written out (schema JobSpec). Null in lists: `GET /jobs/{id}` has it."""
+    submitted: dict[str, Any] | None
+    """The spec as it was sent. Null in lists, and for steps of pipelines and runs of sweeps."""
     adjusted: dict[str, int] | None
     """Fields that run changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     settled: dict[str, Any] | None
@@ -273,6 +276,7 @@ def job_view(
         job,
         training_attempts=training_attempts,
         spec=None if listed else job.spec,
+        submitted=None if listed else job.submitted,
         slots=[] if slots is None and job.node is None else slots,
         queue=queue,
         notices=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
+from pydantic_core import to_json
 from sqlalchemy.orm import Session
 
 from api.checkpoints import beginning
@@ -135,7 +137,8 @@ class Jobs:
                 assert known is not None  # the row that kept us from taking the key
                 return SubmitReply(*known, replayed=True)
             self.hold_files(session, actor, spec)
-            job = submit(session, actor, spec, bounds=VolumeLimits.of(self._settings))
+            shown = json.loads(to_json(document, inf_nan_mode="strings"))  # YAML knows values that JSON does not
+            job = submit(session, actor, spec, submitted=shown, bounds=VolumeLimits.of(self._settings))
             body = job_view(job, training_attempts=0) | {"notices": told}
             if key is not None:
                 idempotency.keep(session, actor, key, body)

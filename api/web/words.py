@@ -196,9 +196,10 @@ def _succeeded(job: Mapping[str, Any]) -> str:
     result = job["result"] or {}
     before, after = result.get("eval_before") or {}, result.get("eval_after") or {}
     took = between(job["started_at"], job["finished_at"])
-    if "eval_loss" in after:
-        first = f" from {number(before['eval_loss'])}" if "eval_loss" in before else ""
-        return f"Done in {took}: eval loss{first} to {number(after['eval_loss'])}."
+    for name, said in (("eval_reward", "held-out reward"), ("eval_loss", "eval loss")):
+        if name in after:
+            first = f" from {number(before[name])}" if name in before else ""
+            return f"Done in {took}: {said}{first} to {number(after[name])}."
     if "train_loss" in result:
         return f"Done in {took}: mean training loss {number(result['train_loss'])}."
     return f"Done in {took}."

@@ -47,6 +47,8 @@ class Job:
     failure: Failure | None
     spec: dict[str, Any]
     """The resolved spec, with every default written out; empty in lists."""
+    submitted: dict[str, Any] | None
+    """The spec as it was sent; None in lists, and for steps of pipelines and runs of sweeps."""
     adjusted: dict[str, int]
     """Fields that runs changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     settled: dict[str, Any] | None
@@ -109,6 +111,7 @@ class Job:
             if failure
             else None,
             spec=raw.get("spec") or {},
+            submitted=raw.get("submitted"),
             adjusted=raw.get("adjusted") or {},
             settled=raw.get("settled"),
             node=raw.get("node"),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sqlite3
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from api.auth import keys
+from core.db.engine import Database
 from tests.support.browser import MISSING, Browser, browser, programs
 from tests.support.service import ROOT, Service, running, wait_for
 
@@ -27,6 +33,8 @@ axe.run(document, { resultTypes: ["violations"] }).then(({ violations }) => done
   .map((one) => `${one.id}: ${one.help}: ${one.nodes.map((node) => node.html.slice(0, 120)).join(" | ")}`)));"""
 FAULTS = (ROOT / "tests/support/readable.js").read_text()
 """A script that lists what keeps somebody from reading a page."""
+PICTURES = os.environ.get("EFT_TEST_PICTURES")
+"""A folder for the pictures of the documentation: docs/images."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +66,22 @@ def sign_in(window: Browser, key: str) -> None:
     window.click("button.main")
     window.find("header.bar")
     assert window.path == "/ui/box"
+
+
+def picture(window: Browser, name: str) -> None:
+    if PICTURES:
+        time.sleep(1)  # what is drawn in the next frames
+        Path(PICTURES, f"dashboard-{name}.png").write_bytes(window.picture())
+
+
+def tables(service: Service) -> closing[sqlite3.Connection]:
+    """The service's own database, in which changes count at once."""
+    return closing(sqlite3.connect(service.data / "eft.db", timeout=30, isolation_level=None))
+
+
+def come_back(window: Browser) -> None:
+    """As somebody does who left the tab open over night."""
+    window.run("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def job_file(models: Path, file_id: str, **more: Any) -> dict[str, Any]:
@@ -133,36 +157,56 @@ def test_a_job_from_the_form_is_followed_to_its_end(service: Service, window: Br
     assert window.all("#log-lines mark")
 
 
-def test_pages_are_readable_at_every_width_and_in_both_colours(window: Browser, done: list[str]) -> None:
-    compare, axe = f"ui/compare?job={done[0]}&job={done[1]}", AXE.read_text(encoding="utf-8")
-    found = {}
-    for path in (
-        "ui/jobs",
+def test_pages_are_readable_at_every_width_and_in_both_colours(
+    service: Service, window: Browser, done: list[str]
+) -> None:
+    compare = f"ui/compare?job={done[0]}&job={done[1]}"
+    file_id = service.job(done[0])["spec"]["data"]["train"]["id"]
+    found = unreadable(
+        window,
+        "ui/jobs?metric=loss",
         f"ui/jobs/{done[1]}",
         "ui/box",
         compare,
         "ui/new",
         "ui/files",
+        f"ui/files/{file_id}",
         "ui/people",
         "ui/jobs/none",
         "ui/models",
         "ui/try",
         f"ui/models/{done[0].replace('job-', 'model-')}",
-    ):
+    )
+    database = Database(f"sqlite:///{service.data / 'eft.db'}")
+    nobodys = keys.create(database, project="empty", user="eve", name="test")
+    database.dispose()
+    assert nobodys is not None
+    sign_in(window, nobodys)
+    found |= unreadable(window, *(f"ui/{page}" for page in ("jobs", "models", "files", "people", "new", "signin")))
+    sign_in(window, service.key)
+    assert not found, json.dumps({str(key): value for key, value in found.items()}, indent=1)
+    messages = [one for one in window.messages() if "status of 4" not in one]  # a refused dry run, a job that is none
+    assert not messages, "nothing that the policy of contents refused, and no error"
+
+
+def unreadable(window: Browser, *paths: str) -> dict[tuple[str, int, bool], list[str]]:
+    """What keeps somebody from reading these pages, by page, width and colour."""
+    found, axe = {}, AXE.read_text(encoding="utf-8")
+    for path in paths:
         window.go(path)
-        for width in (390, 1440):
+        for width in (390, 1440, 3840):
             window.size(width, 900)
             for dark in (False, True):
                 window.dark(dark)
                 faults = window.run(FAULTS)
-                if dark == (width == 390):  # each width and each colour once
+                if width < 2000 and dark == (width == 390):  # each width and each colour once
                     window.run(axe)
                     faults += window.run_async(SERIOUS)
                 if faults:
                     found[path, width, dark] = faults
-    assert not found, json.dumps({str(key): value for key, value in found.items()}, indent=1)
-    messages = [one for one in window.messages() if "status of 4" not in one]  # a refused dry run, a job that is none
-    assert not messages, "nothing that the policy of contents refused, and no error"
+    window.size(1440, 900)
+    window.dark(False)
+    return found
 
 
 def test_two_jobs_beside_each_other(window: Browser, done: list[str]) -> None:
@@ -170,11 +214,15 @@ def test_two_jobs_beside_each_other(window: Browser, done: list[str]) -> None:
     assert all(float(cell) > 0 for cell in window.text("#jobs tbody tr").split("\t")[-6:-3])
     for job_id in done:
         window.click(f"input[value='{job_id}']")
+    window.dark(True)
+    picture(window, "jobs")
+    window.dark(False)
     window.click("#compare")
     window.find("#plot-loss canvas")
     assert "optimizer.learning_rate" in window.text("#differences") and "model.path" not in window.text("#differences")
     assert len(window.all("#legend li")) == 2
     window.wait_for_text("#figures", "eval_loss")
+    picture(window, "compare")
 
 
 def test_the_model_of_a_job_is_tagged_and_its_lineage_shown(window: Browser, done: list[str]) -> None:
@@ -219,6 +267,7 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     window.click("[data-sends$='/pause']")
     window.wait_for_text("#sentence", "Paused at step", 240)
     _change_in_two_tabs(service, window, job_id)
+    _look_closely(service, window, job_id)
 
     os.kill(service.pid("api"), signal.SIGKILL)
     window.wait_for_text("#banner", "does not answer", 30)
@@ -238,6 +287,43 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     ]
     assert seen == list(range(seen[0], last + 1)), "no event is missed and none comes twice"
 
+    window.click("[data-sends$='/retry']")
+    window.wait(lambda: "/ui/jobs/job-" in window.path and job_id not in window.path, "the page of the retry")
+    again = window.path.rpartition("/")[2]
+    assert service.client.post(f"/jobs/{again}/cancel").status_code == 200
+    service.wait(again, "cancelled")
+    window.wait_for_text("#sentence", "Cancelled", 30)
+    assert service.client.delete(f"/jobs/{again}").status_code == 200
+    come_back(window)
+    window.wait_for_text("#banner", "no longer there: it was deleted")
+
+
+def test_slots_are_held_and_drained_on_the_page(service: Service, window: Browser) -> None:
+    window.go("ui/box")
+    window.type("#new-hold input[name=for]", f"bob {MARKUP}")
+    window.type("#new-hold input[name=why]", "a notebook")
+    later = "const i = document.querySelector('#new-hold [name=until]'); i.value = arguments[0]"
+    window.run(later, time.strftime("%Y-%m-%dT%H:%M", time.localtime(time.time() + 7200)))
+    window.click("#new-hold button")
+    window.wait_for_text("#held", f"held for bob {MARKUP}, a notebook, by admin, until")
+    window.wait_for_text("#box", "held")
+    (hold,) = service.client.get("/holds").json()["data"]
+    assert hold["for"] == f"bob {MARKUP}" and hold["until"] is not None
+    window.click("#held button")
+    window.wait(lambda: not window.all("#held"), "the hold to end")
+
+    window.click(f"[aria-label^='Drain {service.environment['EFT_NODE']}']")
+    window.accept("a new fan")
+    window.wait_for_text("#held", "drained, a new fan")
+    window.click("[aria-label^='Put ']")
+    window.wait(lambda: not window.all("#held"), "the slot to be back")
+    window.click("[data-sends$='/drain']:not([data-body])")
+    window.accept("cleaning")
+    window.wait_for_text("#box", "Drained: cleaning")
+    window.click("[data-sends$='/undrain']")
+    window.wait(lambda: "Drained" not in window.text("#box"), "the node to be back")
+    assert service.client.get("/gpus").json()["data"][0]["state"] == "free"
+
 
 def _change_in_two_tabs(service: Service, window: Browser, job_id: str) -> None:
     """What one tab changes, the other shows; what comes too late is refused in words. It ends as it began: paused."""
@@ -254,6 +340,36 @@ def _change_in_two_tabs(service: Service, window: Browser, job_id: str) -> None:
     window.run_async("eft.send(`jobs/${arguments[0]}/retry`, 'POST').then(arguments[1])", job_id)
     window.wait_for_text("#banner", "paused")
     window.close(then=first)
+
+
+def _look_closely(service: Service, window: Browser, job_id: str) -> None:
+    """Of a curve with more points than a page shows, the part that one looks at is asked for anew, with all of them."""
+    job = service.job(job_id)
+    owner = "SELECT owner_id, project_id FROM jobs WHERE id = ?"
+    with tables(service) as rows:
+        own = rows.execute(owner, (job_id,)).fetchone()
+        told = ((job_id, "wave", step, job["attempt"], step % 7, 0.0, *own) for step in range(1, 6001))
+        insert = "INSERT INTO metrics (job_id, name, step, attempt, value, time, owner_id, project_id)"
+        rows.execute("BEGIN")
+        rows.executemany(f"{insert} VALUES (?, ?, ?, ?, ?, ?, ?, ?)", told)
+        rows.execute("COMMIT")
+    window.type("#more", "wave")
+    known = "const line = eft.charts.get('wave')?.lines[0]; return line ? line.xs.length : 0"
+    window.wait(lambda: 500 < window.run(known) <= 1500, "the thinned curve")
+    window.press("#plot-wave .area", "++++")
+    chart = "const { lines, view } = eft.charts.get('wave');"
+    within = f"{chart} return lines[0].xs.filter((x) => x >= view[0] && x <= view[1])"
+
+    def all_points() -> bool:
+        steps = window.run(within)
+        return len(steps) > 300 and steps == list(range(steps[0], steps[0] + len(steps)))
+
+    window.wait(all_points, "every step of the part")
+    asked = "return performance.getEntriesByType('resource').map((one) => one.name).filter((name) => /wave/.test(name))"
+    assert re.search("first_step=[0-9]+&last_step=[0-9]+", window.run(asked)[-1])
+    window.press("#plot-wave .area", "0")
+    window.wait(lambda: 500 < window.run(known) <= 1500, "the whole curve")
+    window.type("#more", " ")
 
 
 def _answers(service: Service) -> bool:
@@ -327,6 +443,14 @@ def test_a_revoked_key_and_a_job_that_is_none(service: Service, window: Browser,
     window.click("#banner a")
     window.find("input[name=key]")
     assert window.path.startswith(f"/ui/signin?next=jobs%2F{done[0]}")
+    window.type("input[name=key]", service.key)
+    window.click("button.main")
+    window.wait_for_text("#sentence", "Done in")
+    with tables(service) as rows:
+        rows.execute("UPDATE api_keys SET expires_at = 1 WHERE session_until IS NOT NULL")
+    come_back(window)
+    window.wait_for_text("#banner", "You are signed out")
+    window.click("#banner a")
     window.type("input[name=key]", service.key)
     window.click("button.main")
     window.wait_for_text("#sentence", "Done in")

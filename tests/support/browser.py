@@ -80,10 +80,17 @@ class Browser:
         """A file, in an input for files."""
         self.ask("POST", f"/element/{self.find(css)}/value", {"text": str(path)})
 
-    def accept(self) -> None:
-        """Answer the open question of the page with yes."""
+    def accept(self, said: str | None = None) -> None:
+        """Answer the open question of the page with yes, or with these words."""
         self.wait(lambda: self._try("GET", "/alert/text") is not None, "a question")
+        if said is not None:
+            self.ask("POST", "/alert/text", {"text": said})
         self.ask("POST", "/alert/accept", {})
+
+    def press(self, css: str, keys: str) -> None:
+        """Keys on an element, which has the focus then."""
+        self.run("document.querySelector(arguments[0]).focus()", css)
+        self.ask("POST", f"/element/{self.find(css)}/value", {"text": keys})
 
     def tab(self, path: str) -> str:
         """Open a page in another tab, which is looked at from now on; its handle."""

@@ -34,8 +34,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "cancelled": ("cancelled",),
 }
 """Filters of the list: what is under way, and each way to end."""
-TOLD = ("status", "resumed", "notice", "error", "priority", "checkpoint")
-"""Types of events on a job's timeline."""
+TOLD = ("status", "resumed", "notice", "error", "priority")
+"""Types of events on a job's timeline, beside the newest checkpoints: a long run has thousands of those."""
 LATEST = 300
 """Events of the timeline, the newest ones."""
 LOG_LINES = 400
@@ -116,7 +116,7 @@ def job_page(
         peak=_peak(app, job_id),
         record=_record(app, job_id),
         lines=_lines(request, job),
-        checkpoints=[event for event in events if event["type"] == "checkpoint"][:SHOWN_CHECKPOINTS],
+        checkpoints=[event for event in events if event["type"] == "checkpoint"],
         preview_file=_file_of(job["spec"]),
         writes=render.may_write(principal),
         model=_model_of(app, principal, job_id),
@@ -146,12 +146,15 @@ def _told(app: AppState, job_id: str) -> tuple[list[dict[str, Any]], str | None,
     """The timeline, newest first; the phase that the trainer reported last; and the number of the newest event. The
     caller has been let in to the job."""
     with app.database.read() as session:
-        rows = queries.newest_events(session, job_id, TOLD, LATEST)
+        rows = [
+            *queries.newest_events(session, job_id, TOLD, LATEST),
+            *queries.newest_events(session, job_id, ["checkpoint"], SHOWN_CHECKPOINTS),
+        ]
         phases = queries.newest_events(session, job_id, ["phase"], 1)
         seq = queries.newest_seq(session, job_id)
     told = [
         {"seq": row.seq, "type": row.type, "time": iso(row.time), "attempt": row.attempt, "data": row.data}
-        for row in rows
+        for row in sorted(rows, key=lambda row: -row.seq)
     ]
     return told, phases[0].data.get("phase") if phases else None, seq
 

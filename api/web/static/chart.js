@@ -46,7 +46,7 @@
           if (y > high) high = y;
         }
       }
-      if (low > high) return look.log ? [1, 10] : [0, 1];
+      if (low > high || low === 0 && high === 0) return look.log ? [1, 10] : [0, 1];
       return look.log ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high, 0.1, true);
     };
     const hover = (u) => {

@@ -220,5 +220,5 @@ arrange();
 document.querySelectorAll(".log").forEach((log) => { log.scrollTop = log.scrollHeight; });
 setInterval(eft.times, 10000);
 if (document.body.dataset.every) setInterval(() => { if (!document.hidden) eft.refresh(); }, 1000 * document.body.dataset.every);
-document.addEventListener("visibilitychange", () => { if (!document.hidden && document.body.dataset.stream && !eft.ended) eft.soon(0); });
+document.addEventListener("visibilitychange", () => { if (!document.hidden && document.body.dataset.stream) eft.soon(0); });
 eft.follow();

@@ -10,6 +10,7 @@
     ["loss", ["loss", "eval_loss"]], ["learning rate", ["learning_rate"]], ["gradient norm", ["grad_norm"]],
     ["tokens per second", ["tokens_per_second"]], ["memory", ["memory_bytes"]],
   ];
+  const FIRST = ["loss", "eval_loss", "reward"];
   // Shown where a job has them: jobs on GPUs, stages with rewards, and stages over pairs.
   const rewards = [
     ["GPU load, %", ["gpu_busy_percent"]],
@@ -19,6 +20,7 @@
     ["rewards of pairs", ["rewards/chosen", "rewards/rejected"]], ["margin", ["rewards/margins"]], ["accuracy", ["rewards/accuracies"]],
   ];
   const data = new Map();    // job → metric → [[step, value], …]
+  let loaded = false;        // whether all of them have been told once
   const charts = new Map();  // title → chart (chart.js)
   const $ = (id) => document.getElementById(id);
   const options = { smooth: 0, axis: "step", log: false, more: "" };
@@ -62,6 +64,13 @@
     };
   };
 
+  // The step that stands at a place of the x axis: the last known one before it, or the first known one behind it.
+  const stepAt = (job, x, behind) => {
+    const known = options.axis === "tokens" ? data.get(job)?.total_tokens : options.axis === "time" ? data.get(job)?.seconds : null;
+    if (options.axis === "step" || !known?.length) return behind ? Math.ceil(x) : Math.max(0, Math.floor(x));
+    const at = known.findIndex(([, y]) => y > x);
+    return at < 0 ? known[known.length - 1][0] : behind ? known[at][0] : at ? known[at - 1][0] : 0;
+  };
   // Points of a metric: those of the whole curve, and in a part that is looked at closely those that were asked for it.
   const points = (job, name, close) => {
     const all = data.get(job)?.[name] || [], part = close?.get(job)?.[name];
@@ -120,33 +129,35 @@
   // A part that is looked at has points of its own where the whole curve was thinned out.
   const closer = async (title, names, min, max) => {
     const chart = charts.get(title), thinned = jobs.filter((job) => names.some((name) => (data.get(job.id)?.[name] || []).length >= POINTS - 2));
-    if (min === undefined || options.axis !== "step" || !thinned.length) {
-      if (chart?.close) { chart.close = null; draw(title, names); }
+    if (min === undefined || !thinned.length) {
+      if (chart?.close) { chart.close = null; chart.part = ""; draw(title, names); }
       return;
     }
-    const first = Math.max(0, Math.floor(min)), last = Math.ceil(max), found = new Map();
-    if (chart.part === `${first} ${last}` && chart.close) return;
-    chart.part = `${first} ${last}`;
+    const part = `${options.axis} ${min} ${max}`, found = new Map();
+    if (chart.part === part && chart.close) return;
+    chart.part = part;
     try {
       await Promise.all(thinned.map(async (job) => {
-        const reply = await eft.fetch(`jobs/${job.id}/metrics?names=${encodeURIComponent(names.join(","))}&points=${POINTS}&first_step=${first}&last_step=${last}`);
+        const steps = `first_step=${stepAt(job.id, min, false)}&last_step=${stepAt(job.id, max, true)}`;
+        const reply = await eft.fetch(`jobs/${job.id}/metrics?names=${encodeURIComponent(names.join(","))}&points=${POINTS}&${steps}`);
         if (reply.ok) found.set(job.id, await reply.json());
       }));
     } catch { return; /* the server is away: the points of the whole curve stay */ }
-    if (chart.part !== `${first} ${last}` || charts.get(title) !== chart) return;
+    if (chart.part !== part || charts.get(title) !== chart) return;
     chart.close = found;
     draw(title, names);
   };
 
   const names = () => [...new Set([...data.values()].flatMap((one) => Object.keys(one)))].sort();
   const drawAll = () => {
-    const there = new Set(names()), wanted = [...main, ...rewards.filter(([, list]) => list.some((name) => there.has(name)))];
+    const there = new Set(names()), over = ended() && loaded, wanted = [...main.filter(([, list]) => !over || list.some((name) => there.has(name))), ...rewards.filter(([, list]) => list.some((name) => there.has(name)))];
     const words = options.more.toLowerCase().split(/[\s,]+/).filter(Boolean);
     const known = new Set(wanted.flatMap(([, list]) => list));
     for (const name of names()) if (!known.has(name) && words.some((word) => name.includes(word))) wanted.push([name, [name]]);
     const shown = new Set(wanted.map(([title]) => title));
     for (const [title, chart] of charts) if (!shown.has(title)) { chart.end(); charts.delete(title); $(`plot-${title.replace(/[^a-z0-9]+/gi, "-")}`)?.remove(); }
     wanted.forEach(([title, list]) => draw(title, list));
+    box.classList.toggle("nothing", over && !there.size);
     beside();
     const offered = names().filter((name) => !known.has(name) && name !== "seconds");
     if ($("names") && $("names").childElementCount !== offered.length)
@@ -168,7 +179,7 @@
     const head = table.createTHead().insertRow();
     head.dataset.name = "Metric";
     cell(head, "Metric", "th");
-    jobs.forEach((job) => cell(head, job.name, "th"));
+    jobs.forEach((job) => cell(head, job.name, "th").classList.add("name"));
     const body = table.createTBody();
     for (const name of names()) {
       if (name === "seconds") continue;
@@ -191,11 +202,14 @@
   // Drawn as they come: a curve that is long does not keep the others waiting.
   let due = 0;
   const soon = () => { due ||= requestAnimationFrame(() => { due = 0; drawAll(); eft.shownAt ||= performance.now(); }); };
+  const ask = (query) => Promise.all(jobs.map(async (job) => {
+    const reply = await eft.fetch(`jobs/${job.id}/metrics?points=${POINTS}${query}`);
+    if (reply.ok) { data.set(job.id, await reply.json()); if (!eft.drawn) soon(); }
+  }));
   const load = async () => {
-    await Promise.all(jobs.map(async (job) => {
-      const reply = await eft.fetch(`jobs/${job.id}/metrics?points=${POINTS}&clock=true`);
-      if (reply.ok) { data.set(job.id, await reply.json()); if (!eft.drawn) soon(); }
-    }));
+    if (!eft.drawn) await ask(`&names=${FIRST.join(",")}`);  // whether it learns, before all the rest
+    await ask("&clock=true");
+    loaded = true;
     cancelAnimationFrame(due);
     due = 0;
     drawAll();

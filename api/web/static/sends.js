@@ -1,8 +1,9 @@
 "use strict";
 // Forms, lists and buttons that state a request of the API in their attributes: `data-method`, `data-sends` (its path,
-// `{name}` taken from the form's field of this name) and `data-body`, or the form's fields. A button asks `data-asks`
-// before and sends what is said as the query's `data-field`; `data-then` is the page to go to, with the id of what was
-// made where it ends in a slash.
+// `{name}` taken from the form's field of this name) and `data-body`, or the form's fields: `data-number` a number,
+// `data-list` a list of one, `data-moment` a time with its zone. A button asks `data-asks` before and sends what is said
+// as `data-field` of its body, or of the query where it has none; `data-then` is the page to go to, with the id of what
+// was made where it ends in a slash.
 (() => {
   const show = ({ key, name }) => {
     const box = document.getElementById("made"), shown = document.createElement("code"), copy = document.createElement("button");
@@ -22,7 +23,8 @@
       const value = input.type === "checkbox" ? input.checked : input.value.trim();
       if (value === "") continue;
       const chosen = form.querySelector(`[data-names="${input.name}"]`);
-      body[chosen ? chosen.value : input.name] = "number" in input.dataset ? Number(value) : value;
+      body[chosen ? chosen.value : input.name] = "number" in input.dataset ? Number(value) : "list" in input.dataset ? [value]
+        : "moment" in input.dataset ? new Date(value).toISOString() : value;
     }
     const path = form.dataset.sends.replace(/{(\w+)}/g, (_, name) => { const part = inPath(body[name]); delete body[name]; return part; });
     const button = form.querySelector("button");
@@ -43,14 +45,15 @@
     const button = event.target.closest("button[data-sends]");
     if (!button || (button.dataset.sure && !confirm(button.dataset.sure))) return;
     const { asks, field, then, method, body } = button.dataset;
+    const sent = body && JSON.parse(body);
     let path = button.dataset.sends;
     if (asks) {
       const said = prompt(asks);
       if (said === null) return;
-      path += `?${field}=${encodeURIComponent(said)}`;
+      if (sent) sent[field] = said; else path += `?${field}=${encodeURIComponent(said)}`;
     }
     button.disabled = true;
-    const reply = await eft.send(path, method, body && JSON.parse(body));
+    const reply = await eft.send(path, method, sent);
     button.disabled = false;
     if (reply && then) location.href = eft.root + (then.endsWith("/") ? then + (await reply.json()).id : then);
   });

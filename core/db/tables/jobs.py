@@ -70,6 +70,8 @@ class Job(Owned, Base):
     """Since when lists leave it out; null: they show it."""
     spec: Mapped[dict[str, Any]]
     """Resolved: what will run, with every default written out."""
+    submitted: Mapped[dict[str, Any] | None]
+    """As it was sent, before any default; null for steps of pipelines, runs of sweeps and jobs that eft makes."""
     accelerator: Mapped[str] = mapped_column(String(8))
     """Kind of slot it asks for: any, gpu, cpu."""
     priority: Mapped[int] = mapped_column(Integer, insert_default=0)

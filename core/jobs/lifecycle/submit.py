@@ -45,6 +45,7 @@ def submit(
     spec: JobSpec,
     *,
     kind: SubmittedKind = "train",
+    submitted: dict[str, Any] | None = None,
     retry_of: Job | None = None,
     chain: ModelChain | None = None,
     pipeline_id: str | None = None,
@@ -53,9 +54,9 @@ def submit(
 ) -> Job:
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
-    `sweep`: the sweep that it is a run of, and the fields that are this run's. With `retry_of` it may go on from the
-    checkpoints of that job, and of those that one was a retry of, or begin with the checkpoint that its spec names.
-    `chain` is what an export starts from.
+    `submitted`: the spec as it was sent, for people; a retry has that of its job. `sweep`: the sweep that it is a run
+    of, and the fields that are this run's. With `retry_of` it may go on from the checkpoints of that job, and of those
+    that one was a retry of, or begin with the checkpoint that its spec names. `chain` is what an export starts from.
     Raises SpecError for a priority above the project's limit and for a job in `after` that can never let it start,
     NotFound or SpecError where its model is a job that there is no going on from, and QueueFull or SpecsFull beyond
     `bounds`.
@@ -76,6 +77,7 @@ def submit(
             tags=spec.tags,
             note=spec.note or None,
             spec=document,
+            submitted=submitted if retry_of is None else retry_of.submitted,
             accelerator=spec.resources.accelerator,
             priority=priority,
             bound_seconds=spec.resources.max_runtime_seconds,

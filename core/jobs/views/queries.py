@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Text, cast, func, select
@@ -39,7 +38,8 @@ def jobs_page(
 ) -> ResultPage[Job]:
     """Jobs of a project that have all of `tags`, their specs unread; `archived`: archived ones too. Raises
     UnknownCursor when `after` is no job of it."""
-    query = select(Job).options(defer(Job.spec)).where(Job.project_id == project_id, Job.kind == "train")
+    unread = (defer(Job.spec), defer(Job.submitted))
+    query = select(Job).options(*unread).where(Job.project_id == project_id, Job.kind == "train")
     if after is not None:
         known = session.execute(select(Job.id).where(Job.id == after, Job.project_id == project_id)).one_or_none()
         if known is None:
@@ -134,9 +134,13 @@ def training_attempts(session: Session, job_ids: Collection[str]) -> dict[str, i
 
 
 def metric_names(session: Session, job_id: str) -> list[str]:
-    """Names of the metrics that the job has."""
-    query = select(Metric.name).where(Metric.job_id == job_id).distinct().order_by(Metric.name)
-    return list(session.execute(query).scalars())
+    """Names of the metrics that the job has, sorted. Each is looked up behind the one before: DISTINCT would read all
+    points of the job."""
+    found: list[str] = []
+    first = select(func.min(Metric.name)).where(Metric.job_id == job_id)
+    while (name := session.execute(first.where(Metric.name > found[-1]) if found else first).scalar_one()) is not None:
+        found.append(name)
+    return found
 
 
 def metric_series(
@@ -176,9 +180,8 @@ def _by_step(session: Session, what: ColumnElement[float], *which: ColumnElement
     assert cursor is not None
     rows: list[tuple[int, float]] = list(cursor.fetchall())
     cursor.close()
-    if any(one[0] == after[0] for one, after in pairwise(rows)):
-        return list(dict(rows).items())  # the last one of each step
-    return rows
+    latest = dict(rows)  # the last one of each step
+    return rows if len(latest) == len(rows) else list(latest.items())
 
 
 def metric_at(session: Session, job_id: str, name: str, step: int) -> float | None:
@@ -231,16 +234,14 @@ def thin_out(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, 
         return list(points)
     if most <= 2:
         return [points[0], points[-1]][:most]
-    inner, buckets = points[1:-1], max(1, (most - 2) // 2)
+    inner, buckets = len(points) - 2, max(1, (most - 2) // 2)
+    values = [value for _, value in points]  # searched by the interpreter's own loops, as a curve may have a million
     kept = [points[0]]
     for bucket in range(buckets):
-        run = inner[bucket * len(inner) // buckets : (bucket + 1) * len(inner) // buckets]
-        low = min(range(len(run)), key=lambda index: run[index][1])
-        high = max(range(len(run)), key=lambda index: run[index][1])
-        if most == 3:
-            kept.append(run[high])
-        else:
-            kept.extend(run[index] for index in sorted({low, high}))
+        begin = 1 + bucket * inner // buckets
+        run = values[begin : 1 + (bucket + 1) * inner // buckets]
+        low, high = run.index(min(run)), run.index(max(run))
+        kept.extend(points[begin + index] for index in ([high] if most == 3 else sorted({low, high})))
     kept.append(points[-1])
     return kept
 
