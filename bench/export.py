@@ -159,7 +159,7 @@ def read(model: Path, work: Path, _: int) -> None:
     """All files on the same rows."""
     import torch
 
-    from core.spec.axes.export import AWQ, FP8, GGUF, GPTQ, TorchAOInt4, TorchAOInt8
+    from core.spec.axes.export import AWQ, FP8, GGUF, GPTQ, MXFP4, TorchAOInt4, TorchAOInt8
     from core.train.export.compare import logits_of
     from core.train.export.formats.gguf import write_gguf
     from core.train.export.formats.packed import write_four_bits, write_rounded
@@ -189,7 +189,13 @@ def read(model: Path, work: Path, _: int) -> None:
         file = work / "ours" / kind / written["file"]
         found[f"ours gguf {kind}"] = written["retention"] | {"bytes": file.stat().st_size}
     rounded = (FP8(min_retention=0), TorchAOInt8(min_retention=0))
-    for item in (*rounded, GPTQ(min_retention=0), AWQ(min_retention=0), TorchAOInt4(min_retention=0)):
+    for item in (
+        *rounded,
+        GPTQ(min_retention=0),
+        AWQ(min_retention=0),
+        MXFP4(min_retention=0),
+        TorchAOInt4(min_retention=0),
+    ):
         write: Any = write_rounded if item in rounded else write_four_bits
         written = write(item, trained, work / "ours" / item.type)
         file = work / "ours" / item.type / "model.safetensors"

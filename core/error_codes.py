@@ -222,7 +222,7 @@ MODELS: dict[str, Code] = {
         "Export it as `merged`, or remove `gguf` from `export`.",
     ),
     "packed_refused": (
-        "The model has layers that quantised folders (fp8, GPTQ, AWQ, torchao) do not quantise.",
+        "The model has layers that quantised folders (fp8, GPTQ, AWQ, MXFP4, torchao) do not quantise.",
         "Export it as `merged` or `gguf`.",
     ),
     "lm_eval_refused": (
@@ -594,7 +594,7 @@ NOTICES: dict[str, Code] = {
         "The notice has the reason; `merged` is a model that vLLM serves as it is.",
     ),
     "packed_withheld": (
-        "The quantised folder (fp8, GPTQ, AWQ, torchao) is not what was trained, or has kept too little of it.",
+        "The quantised folder (fp8, GPTQ, AWQ, MXFP4, torchao) is not what was trained, or has kept too little of it.",
         "Read the job's result; take more bits per weight, or set `min_retention` (docs/exports.md).",
     ),
     "tracking_failed": (

@@ -39,6 +39,7 @@ from core.spec.axes.export import (
     FP8,
     GGUF,
     GPTQ,
+    MXFP4,
     LMEval,
     Merged,
     PackedExport,
@@ -518,7 +519,7 @@ def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> I
                 yield Item("export", size, f"`gguf`: the whole model in {quantization}")
             case VLLMAdapter():
                 yield Item("export", adapter, "`vllm`: the adapter")
-            case FP8() | GPTQ() | AWQ() | TorchAOInt8() | TorchAOInt4():
+            case FP8() | GPTQ() | AWQ() | MXFP4() | TorchAOInt8() | TorchAOInt4():
                 yield Item("export", shape.parameters * 2, f"`{export.type}`: the whole model, counted in 16 bits")
             case LMEval():
                 pass  # a few numbers and the answers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.errors import ModelError
-from core.spec.axes.export import AWQ, FP8, GPTQ, PackedExport, TorchAOInt4, TorchAOInt8
+from core.spec.axes.export import AWQ, FP8, GPTQ, MXFP4, PackedExport, TorchAOInt4, TorchAOInt8
 from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.compare import logits_of
 from core.train.export.formats import packed
@@ -22,7 +22,7 @@ from core.train.export.formats.write import write_formats
 from core.train.export.packed.awq import Fold, factors_for, folds_of, rounded
 from core.train.export.packed.blocks import one_after_another
 from core.train.export.packed.gptq import quantise
-from core.train.export.packed.layout import LEAST, MOST, fp8_pieces, group_of, int4_pieces
+from core.train.export.packed.layout import E2M1, INT4, LEAST, MOST, fp8_pieces, group_of, int4_pieces, mxfp4_pieces
 from core.train.export.packed.readers import Reader
 from core.train.export.packed.torchao import int8_pieces
 from core.train.export.prepare import prepare_exports
@@ -79,6 +79,18 @@ def test_four_bits_are_read_back_to_the_bit() -> None:
     assert torch.equal(read, q.to(torch.bfloat16) * scales.repeat_interleave(32, 1))
 
 
+def test_four_bit_floats_are_read_back_to_the_bit() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(24, 96) * torch.logspace(-4, 2, 24).unsqueeze(1)
+    weight[5] = 0
+    q, scales = quantise(weight, torch.eye(96), 32, E2M1, torch.bfloat16)
+    assert set(q.abs().unique().tolist()) <= {0, 0.5, 1, 1.5, 2, 3, 4, 6} and torch.equal(scales.log2() % 1, scales * 0)
+    read = compressed.mxfp4(mxfp4_pieces(q, scales, torch.bfloat16), "w", torch.bfloat16)
+    assert torch.equal(read.float(), q * scales.repeat_interleave(32, 1)) and not read[5].any()
+    # Of numbers as large as the largest, the nearest is at most a sixth away.
+    assert ((read - weight).abs() <= weight.abs().view(24, 3, 32).amax(-1).repeat_interleave(32, 1) / 4).all()
+
+
 def _error(weight: Tensor, q: Tensor, scales: Tensor, rows: Tensor) -> float:
     return float((rows @ (weight - q * scales.repeat_interleave(32, 1)).t()).square().mean())
 
@@ -88,13 +100,13 @@ def test_gptq_loses_less_of_a_layers_output_than_rounding() -> None:
     weight = torch.randn(48, 160)
     rows = torch.randn(400, 20) @ torch.randn(20, 160) + 0.3 * torch.randn(400, 160)
     hessian = rows.t() @ rows / len(rows)
-    q, scales = quantise(weight, hessian, 32, torch.bfloat16)
+    q, scales = quantise(weight, hessian, 32, INT4, torch.bfloat16)
     assert q.shape == weight.shape and scales.shape == (48, 5) and torch.equal(scales, scales.bfloat16().float())
     assert torch.equal(q, q.round()) and float(q.min()) >= LEAST and float(q.max()) <= MOST
     nearest = (weight / scales.repeat_interleave(32, 1)).round().clamp(LEAST, MOST)
     assert _error(weight, q, scales, rows) < 0.4 * _error(weight, nearest, scales, rows)
     # Inputs that say nothing of one another: there is nothing to make up for, and each weight is rounded.
-    q, scales = quantise(weight, torch.eye(160), 32, torch.bfloat16)
+    q, scales = quantise(weight, torch.eye(160), 32, INT4, torch.bfloat16)
     assert torch.equal(q, (weight / scales.repeat_interleave(32, 1)).round().clamp(LEAST, MOST))
 
 
@@ -102,7 +114,7 @@ def test_gptq_of_inputs_that_never_come_and_of_too_few_rows() -> None:
     torch.manual_seed(0)
     weight, rows = torch.randn(8, 64), torch.randn(3, 64)
     rows[:, 5] = 0
-    q, scales = quantise(weight, rows.t() @ rows, 32, torch.float16)
+    q, scales = quantise(weight, rows.t() @ rows, 32, INT4, torch.float16)
     assert torch.isfinite(scales).all() and (scales > 0).all() and (q[:, 5] == 0).all()
     assert _error(weight, q, scales, rows) < 0.01 * float((rows @ weight.t()).square().mean())
 
@@ -191,7 +203,7 @@ def _by_formula(folder: Path, into: Path, subject: Subject) -> Tensor:
     return logits_of(load_model(into, torch.float32), subject.rows, subject.between)
 
 
-APART = {"gptq": 1e-10, "awq": 1e-10, "torchao_int8": 1e-10, "fp8": 0.05, "torchao_int4": 0.05}
+APART = {"gptq": 1e-10, "awq": 1e-10, "mxfp4": 1e-10, "torchao_int8": 1e-10, "fp8": 0.05, "torchao_int4": 0.05}
 """Squares of what the library computes and what the formula does; two libraries round the inputs of layers too."""
 
 
@@ -217,10 +229,18 @@ def test_formats_are_read_by_their_library_and_by_eft(tmp_path: Path, monkeypatc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "read_logits", noted)
         asked: list[PackedExport] = [
-            *(FP8(min_retention=0.9), GPTQ(min_retention=1), TorchAOInt8(), TorchAOInt4(), AWQ(min_retention=0.6)),
+            *(
+                FP8(min_retention=0.9),
+                GPTQ(min_retention=1),
+                TorchAOInt8(),
+                TorchAOInt4(),
+                AWQ(min_retention=0.6),
+                MXFP4(),
+            ),
         ]
         outcomes = write_formats(asked, subject, Events())  # type: ignore[arg-type]
-    fp8, gptq, int8, int4, awq = outcomes
+    fp8, gptq, int8, int4, awq, mxfp4 = outcomes
+    assert mxfp4["released"] and 0.9 < mxfp4["retention"]["retention"] < 1, mxfp4
     assert awq["released"] and 0.6 < awq["retention"]["retention"] < 1, awq
     for outcome, least in ((int8, 0.97), (int4, 0.9)):
         assert outcome["released"] and outcome["retention"]["reader"] == "torchao 0.18.0", outcome
@@ -257,7 +277,7 @@ def test_files_of_each_family(tmp_path: Path, family: str, monkeypatch: pytest.M
         raise Written
 
     monkeypatch.setattr(packed, "_proven", refuse)
-    for item in (FP8(), GPTQ(), AWQ(), TorchAOInt8(), TorchAOInt4()):
+    for item in (FP8(), GPTQ(), AWQ(), MXFP4(), TorchAOInt8(), TorchAOInt4()):
         write = write_rounded if isinstance(item, FP8 | TorchAOInt8) else write_four_bits
         folder = subject.artifacts / item.type
         with pytest.raises(Written):

@@ -104,6 +104,19 @@ class AWQ(SpecModel):
     """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
 
 
+class MXFP4(SpecModel):
+    """The whole model with its linear layers in 4-bit floats (E2M1) that share a power of two for 32 weights, chosen by
+    GPTQ over training rows: the numbers of AMD's MI350 and NVIDIA's Blackwell (OCP Microscaling Formats 1.0), in the
+    layout of compressed-tensors. Inputs of these layers and the output head stay in 16 bits. compressed-tensors reads
+    the folder, and its logits are compared with those of the trained model."""
+
+    type: Literal["mxfp4"] = "mxfp4"
+    merge_onto: MergeOnto = "trained"
+    """Weights that the adapter is merged into; see `merged`."""
+    min_retention: Retention | None = None
+    """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
+
+
 class TorchAOInt8(SpecModel):
     """The whole model with its linear layers in 8-bit integers, one scale for each output, in torchao's layout, which
     transformers loads on a CPU or a GPU. Inputs of these layers and the output head stay in 16 bits. torchao reads the
@@ -129,7 +142,7 @@ class TorchAOInt4(SpecModel):
     """Least retention (docs/exports.md) with which the folder is released. Default: 0.90."""
 
 
-PackedExport = FP8 | GPTQ | AWQ | TorchAOInt8 | TorchAOInt4
+PackedExport = FP8 | GPTQ | AWQ | MXFP4 | TorchAOInt8 | TorchAOInt4
 """Folders of the whole model with quantised linear layers."""
 
 
@@ -150,7 +163,7 @@ class LMEval(SpecModel):
 
 
 Export = Annotated[
-    Merged | GGUF | VLLMAdapter | FP8 | GPTQ | AWQ | TorchAOInt8 | TorchAOInt4 | LMEval,
+    Merged | GGUF | VLLMAdapter | FP8 | GPTQ | AWQ | MXFP4 | TorchAOInt8 | TorchAOInt4 | LMEval,
     Field(discriminator="type"),
     short_form(by_type, otherwise="merged"),
 ]
@@ -184,6 +197,8 @@ def about(export: Export) -> AboutFormat:
             return AboutFormat("gptq", "the GPTQ model", "packed_withheld", 0.90)
         case AWQ():
             return AboutFormat("awq", "the AWQ model", "packed_withheld", 0.90)
+        case MXFP4():
+            return AboutFormat("mxfp4", "the MXFP4 model", "packed_withheld", 0.90)
         case TorchAOInt8():
             return AboutFormat("torchao_int8", "the int8 model", "packed_withheld", 0.97)
         case TorchAOInt4():

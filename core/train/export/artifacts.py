@@ -149,11 +149,13 @@ def _kind(path: Path) -> str:
             return "adapter"
         case _, name if name.endswith(".gguf"):
             return "gguf"
-        case "model" | "merged" | "fp8" | "gptq" | "awq" | "torchao_int8" | "torchao_int4", name if name.startswith(
-            "model"
-        ) or name in (
-            "config.json",
-            "generation_config.json",
+        case "model" | "merged" | "fp8" | "gptq" | "awq" | "mxfp4" | "torchao_int8" | "torchao_int4", name if (
+            name.startswith("model")
+            or name
+            in (
+                "config.json",
+                "generation_config.json",
+            )
         ):
             return "model"
         case _:

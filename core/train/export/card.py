@@ -405,6 +405,7 @@ _PACKED = {
     "fp8": ("8-bit floats", "vllm", _LOAD_PACKED),
     "gptq": ("4 bits, by GPTQ", "vllm", _LOAD_PACKED),
     "awq": ("4 bits, by AWQ", "vllm", _LOAD_PACKED),
+    "mxfp4": ("4-bit floats by GPTQ", "vllm", _LOAD_PACKED),
     "torchao_int8": ("8-bit integers", "transformers", _LOAD_TORCHAO),
     "torchao_int4": ("4-bit integers by GPTQ, their inputs in 8 bits", "transformers", _LOAD_TORCHAO),
 }

@@ -236,7 +236,7 @@ def export_model(
         list[str],
         typer.Argument(
             metavar="FORMAT...",
-            help="`merged`, `vllm`, `fp8`, `gptq`, `awq`, `torchao_int8`, `gguf-Q8_0`, `lm-eval-gsm8k` …",
+            help="`merged`, `vllm`, `fp8`, `gptq`, `awq`, `mxfp4`, `torchao_int8`, `gguf-Q8_0`, `lm-eval-gsm8k` …",
         ),
     ],
     seconds: Annotated[

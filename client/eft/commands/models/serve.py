@@ -62,7 +62,7 @@ def serving_lines(
             raise _missing(model, "llama.cpp reads GGUF files", "gguf-Q8_0")
         start = ["llama-server", "-m", _at(model, file), "--alias", name, "--jinja"]
         return [_fetch(model, folder), shlex.join(start)]
-    whole = next((one for one in ("model", "merged", "fp8", "gptq", "awq") if one in released), None)
+    whole = next((one for one in ("model", "merged", "fp8", "gptq", "awq", "mxfp4") if one in released), None)
     if whole is not None:
         start = [*_server(program, _at(model, whole)), "--served-model-name", name]
         return [_fetch(model, whole), shlex.join(start)]

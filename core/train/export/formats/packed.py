@@ -1,5 +1,5 @@
-"""`export: fp8`, `gptq`, `awq`, `torchao_int8` and `torchao_int4`: merge, quantise the linear layers, read with the
-library that people read such folders with, compare."""
+"""`export: fp8`, `gptq`, `awq`, `mxfp4`, `torchao_int8` and `torchao_int4`: merge, quantise the linear layers, read
+with the library that people read such folders with, compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core.errors import ModelError
 from core.plan.models.shape import Shape
-from core.spec.axes.export import AWQ, FP8, GPTQ, PackedExport, TorchAOInt4, TorchAOInt8, required_retention
+from core.spec.axes.export import AWQ, FP8, GPTQ, MXFP4, PackedExport, TorchAOInt4, TorchAOInt8, required_retention
 from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.formats.merged import word
 from core.train.export.formats.subject import Subject, Withheld, check_memory
@@ -59,7 +59,7 @@ def write_rounded(item: FP8 | TorchAOInt8, subject: Subject, folder: Path) -> di
     return {"dtype": word(dtype)} | _proven(item, subject, folder, tools)
 
 
-def write_four_bits(item: GPTQ | AWQ | TorchAOInt4, subject: Subject, folder: Path) -> dict[str, Any]:
+def write_four_bits(item: GPTQ | AWQ | MXFP4 | TorchAOInt4, subject: Subject, folder: Path) -> dict[str, Any]:
     """The same in 4 bits, chosen by GPTQ or AWQ over training rows."""
     tools = _tools(item, subject)
     check_memory(subject.model, torch.float32)
@@ -69,21 +69,27 @@ def write_four_bits(item: GPTQ | AWQ | TorchAOInt4, subject: Subject, folder: Pa
     model: Any = load_model(whole, torch.float32)
     path = Shape.of_folder(whole).list_name
     inputs = {name: model.get_submodule(name).in_features for name in targets if name.startswith(f"{path}.")}
-    if (group := group_of(set(inputs.values()))) is None:
+    sizes = (layout.MX_GROUP,) if isinstance(item, MXFP4) else layout.GROUPS
+    if (group := group_of(set(inputs.values()), sizes)) is None:
         # Layers whose inputs no group divides stay as they are.
-        inputs = {name: count for name, count in inputs.items() if group_of({count}) is not None}
-        group = group_of(set(inputs.values()))
+        inputs = {name: count for name, count in inputs.items() if group_of({count}, sizes) is not None}
+        group = group_of(set(inputs.values()), sizes)
     if not inputs or group is None:
         raise Withheld(f"no linear layer has a number of inputs that groups of 32 divide; take {_EIGHT_BITS} instead")
     dense = sorted({*dense, *(targets - inputs.keys())})
-    pieces_of = torchao.int4_pieces if isinstance(item, TorchAOInt4) else layout.int4_pieces
+    grid, pieces_of = layout.INT4, layout.int4_pieces
+    match item:
+        case MXFP4():
+            grid, pieces_of = layout.E2M1, layout.mxfp4_pieces
+        case TorchAOInt4():
+            pieces_of = torchao.int4_pieces
     pieces: Pieces = {}
     stored: dict[str, Tensor] = {}
 
     def by_gptq(block: Any, products: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         for local, product in products.items():
             subject.between()
-            yield (local, *quantise(block.get_submodule(local).weight.detach(), product, group, dtype))
+            yield (local, *quantise(block.get_submodule(local).weight.detach(), product, group, grid, dtype))
 
     def visit(name: str, block: Any, products: dict[str, Tensor], first: Callable[[], Tensor]) -> None:
         changed: dict[str, Tensor] = {}
@@ -175,7 +181,7 @@ def _write(
 
     folder.mkdir(parents=True)
     match item:
-        case FP8() | GPTQ() | AWQ():
+        case FP8() | GPTQ() | AWQ() | MXFP4():
             about, header = layout.quantization_config(item.type, group, dense), {}
         case TorchAOInt8() | TorchAOInt4():
             about = torchao.quantization_config(group, dense)

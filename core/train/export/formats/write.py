@@ -20,6 +20,7 @@ from core.spec.axes.export import (
     FP8,
     GGUF,
     GPTQ,
+    MXFP4,
     Export,
     LMEval,
     Merged,
@@ -85,7 +86,7 @@ def _written(item: Export, subject: Subject, folder: Path) -> dict[str, Any]:
             from core.train.export.formats.packed import write_rounded
 
             return write_rounded(item, subject, folder)
-        case GPTQ() | AWQ() | TorchAOInt4():
+        case GPTQ() | AWQ() | MXFP4() | TorchAOInt4():
             from core.train.export.formats.packed import write_four_bits
 
             return write_four_bits(item, subject, folder)

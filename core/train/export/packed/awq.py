@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core.train.export.packed.gptq import scales_of
-from core.train.export.packed.layout import LEAST, MOST
+from core.train.export.packed.layout import INT4
 
 POWERS = tuple(step / 10 for step in range(11))
 """Factors that are tried: the size of an input to this power. With 0 nothing is divided."""
@@ -169,8 +169,8 @@ def factors_for(weights: list[Tensor], products: Tensor, group: int, dtype: torc
 def rounded(weight: Tensor, importance: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The nearest whole numbers [outputs, inputs] and float32 scales [outputs, groups], which `dtype` holds exactly.
     `importance`: mean squares of the inputs, by which the range of each group is chosen."""
-    scales = scales_of(weight, importance, group, dtype)
-    return (weight / scales.repeat_interleave(group, 1)).round().clamp(LEAST, MOST), scales
+    scales = scales_of(weight, importance, group, INT4, dtype)
+    return INT4.nearest(weight / scales.repeat_interleave(group, 1)), scales
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from core.spec.axes.export import AWQ, FP8, GPTQ, PackedExport, TorchAOInt4, TorchAOInt8
+from core.spec.axes.export import AWQ, FP8, GPTQ, MXFP4, PackedExport, TorchAOInt4, TorchAOInt8
 from core.tools import ToolSet, pinned
 
 
@@ -26,7 +26,7 @@ class Reader:
 def reader_of(item: PackedExport) -> Reader:
     """The reader of the folders of this kind."""
     match item:
-        case FP8() | GPTQ() | AWQ():
+        case FP8() | GPTQ() | AWQ() | MXFP4():
             return Reader("compressed", "compressed-tensors")
         case TorchAOInt8() | TorchAOInt4():
             return Reader("torchao", "torchao")

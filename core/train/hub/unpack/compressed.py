@@ -2,7 +2,8 @@
 
 (q - zero) * scale in the dtype of the scales. `pack-quantized` has q plus 2^(bits - 1), [outputs, inputs * bits / 32]
 in words with the first input in the lowest bits, and zero points packed along the outputs; `int-quantized` and
-`float-quantized` have q as it is.
+`float-quantized` have q as it is. `mxfp4-pack-quantized` has two numbers of E2M1 a byte, the first in its lower half,
+and for each 32 of them the exponent of a power of two plus 127.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from core.train.hub.unpack.formats import E2M1
 from core.train.hub.unpack.packing import Packing
 from core.train.hub.unpack.pieces import Pieces, check, columns_of, take, unfit, words
 
@@ -25,6 +27,18 @@ def packed(pieces: Pieces, packing: Packing, where: str, dtype: torch.dtype) -> 
         along = columns_of(words(pieces, "weight_zero_point", where).t().contiguous(), packing.bits)
         zeros = along[:, : shape[0]].t() - 2 ** (packing.bits - 1)
     return _scaled(values, zeros, pieces, packing, where).to(dtype)
+
+
+def mxfp4(pieces: Pieces, where: str, dtype: torch.dtype) -> Tensor:
+    """A weight of `mxfp4-pack-quantized`."""
+    stored, scale = take(pieces, "weight_packed", where), take(pieces, "weight_scale", where)
+    if stored.dtype != torch.uint8 or scale.dtype != torch.uint8 or stored.dim() != 2:
+        raise unfit(where, f"weight_packed is {stored.dtype} {list(stored.shape)}, weight_scale {scale.dtype}")
+    rows, half = stored.shape
+    check(where, "weight_scale", scale, (rows, half // 16))
+    table = torch.tensor(E2M1)
+    values = torch.stack((table[(stored & 15).long()], table[(stored >> 4).long()]), dim=-1).view(rows, -1)
+    return torch.ldexp(values, (scale.int() - 127).repeat_interleave(32, 1)).to(dtype)
 
 
 def plain(pieces: Pieces, packing: Packing, where: str, dtype: torch.dtype) -> Tensor:

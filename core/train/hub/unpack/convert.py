@@ -28,6 +28,7 @@ BESIDE = {
     "fp8": ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale"),
     "mxfp4": ("blocks", "scales"),
     "compressed_words": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    "compressed_mxfp4": ("weight_packed", "weight_scale"),
     "compressed": ("weight_scale", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point"),
     "hqq": ("W_q", "nbits", "group_size", "shape", "scale", "zero", "axis", "packing", "unpack_view_dtype",
             "view_as_float", "quant_scale", "quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict",
@@ -112,6 +113,8 @@ def _weight(pieces: dict[str, Tensor], packing: Packing, where: str, dtype: torc
             return formats.int8(pieces, where, dtype)
         case "compressed_words":
             return compressed.packed(pieces, packing, where, dtype)
+        case "compressed_mxfp4":
+            return compressed.mxfp4(pieces, where, dtype)
         case "compressed":
             return compressed.plain(pieces, packing, where, dtype)
         case "hqq":

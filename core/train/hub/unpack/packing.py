@@ -8,7 +8,10 @@ from typing import Any, Literal
 
 from core.errors import ModelError
 
-Format = Literal["gptq", "awq", "fp8", "mxfp4", "int8", "four_bits", "compressed_words", "compressed", "hqq", "aqlm"]
+Format = Literal[
+    "gptq", "awq", "fp8", "mxfp4", "int8", "four_bits", "compressed_words", "compressed_mxfp4", "compressed",
+    "hqq", "aqlm",
+]  # fmt: skip
 WAY_OUT = "give the 16-bit model they were made from, with `method: qlora` if memory is short"
 READ = (
     "NF4 of bitsandbytes is trained over as it is; GPTQ, AWQ, fp8, MXFP4, compressed-tensors, HQQ, AQLM, and 8- and "
@@ -19,6 +22,8 @@ NO_LAYOUT = {
     "quanto": "quanto, which transformers cannot save",
 }
 """Formats without a public layout of files."""
+MXFP4 = ("float", 4, "group", 32)
+"""Type, bits, strategy and size of a group of MXFP4 (OCP Microscaling Formats 1.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Packing:
                 return ("_blocks",)
             case "int8":
                 return (".SCB",)
-            case "compressed_words":
+            case "compressed_words" | "compressed_mxfp4":
                 return (".weight_packed",)
             case "compressed":
                 return (".weight_scale",)
@@ -116,10 +121,11 @@ def _compressed(about: dict[str, Any], field: str) -> Packing:
     strategy, bits, group = weights.get("strategy"), weights.get("num_bits", 8), weights.get("group_size", -1)
     sparsity = about.get("sparsity_config") or {"format": "dense"}
     whole = layout == "pack-quantized" and weights.get("type") == "int" and bits in (2, 4, 8)
+    mxfp4 = layout == "mxfp4-pack-quantized" and (weights.get("type"), bits, strategy, group) == MXFP4
     bytes_ = layout in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8
     block = weights.get("block_structure") if strategy == "block" else None
     fits = (
-        (whole or bytes_)
+        (whole or mxfp4 or bytes_)
         and all(one == rules[0] for one in rules)
         and strategy in ("tensor", "channel", "group", "block")
         and (strategy != "group" or _is_size(group))
@@ -135,8 +141,9 @@ def _compressed(about: dict[str, Any], field: str) -> Packing:
         raise refused(f"compressed-tensors with {what}", field)
     size = int(group) if strategy == "group" else -1
     pair = None if block is None else (block[0], block[1])
-    words = f"compressed-tensors, {bits} bits"
-    return Packing("compressed_words" if whole else "compressed", words, int(bits), size, block=pair)
+    words = "MXFP4 of compressed-tensors" if mxfp4 else f"compressed-tensors, {bits} bits"
+    layout_of: Format = "compressed_words" if whole else "compressed_mxfp4" if mxfp4 else "compressed"
+    return Packing(layout_of, words, int(bits), size, block=pair)
 
 
 def hold_packing_against_files(packing: Packing, names: Collection[str], *, field: str) -> None:
