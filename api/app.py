@@ -69,7 +69,7 @@ from core.storage.layout import Layout
 from core.storage.open import open_store
 
 DESCRIPTION = """\
-Send a job, it waits its turn, trains, and hands back a model.
+Send a job, it waits its turn, trains, and results in a model.
 
 Keys go into `Authorization: Bearer eft_…`. Every error has one shape: code, message, field, faults, request id.
 """
@@ -82,8 +82,8 @@ TAGS = [
     {"name": "models", "description": "What jobs have made: versions, tags, files, lineage (docs/models.md)."},
     {"name": "files", "description": "Training data."},
     {"name": "queue", "description": "The order and why each job waits; GPUs, holds, maintenance; usage and quotas."},
-    {"name": "nodes", "description": "The boxes: look, drain, put back into service."},
-    {"name": "webhooks", "description": "Be told what becomes of jobs (docs/notices.md)."},
+    {"name": "nodes", "description": "The nodes: list, drain, put back into service."},
+    {"name": "webhooks", "description": "Notifications about jobs (docs/notices.md)."},
     {"name": "access", "description": "Users, projects, roles, keys, and who changed what (docs/security.md)."},
     {"name": "service", "description": "For probes and monitors."},
 ]

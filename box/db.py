@@ -64,7 +64,7 @@ def _status(database: Database, as_json: bool) -> int:
         print(f"  to come: {one['revision']}  {one['what']}")
     for node in nodes:
         print(f"  node {node['name']}: eft {node['version']}")
-    print(f"  {running} job(s) held by workers; they go on during an upgrade")
+    print(f"  {running} job(s) held by workers; they continue during an upgrade")
     return 0 if standing.fit else 1
 
 

@@ -18,7 +18,7 @@ def obstacle(host: str, port: int) -> str | None:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "that is no name"
+        said = error.strerror if isinstance(error, OSError) else "that is not a name"
         return f"{host} is not an address of this machine ({said}); --host (EFT_HOST) names one, 127.0.0.1 for itself"
     try:
         with socket.socket(family, kind, number) as probe:

@@ -94,7 +94,7 @@ def _words(done: Restored, settings: Settings) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.snapshot.taken_at))
     lines = [
         f"restored {done.snapshot.name}, the state of {when}, into {settings.root}",
-        f"  {done.snapshot.files} files; {len(done.settled.handed_back)} job(s) that ran go on from a checkpoint",
+        f"  {done.snapshot.files} files; {len(done.settled.handed_back)} job(s) that ran continue from a checkpoint",
     ]
     if done.settled.held:
         lines.append(

@@ -270,7 +270,7 @@ class Supervisor:
         print("  try:")
         print(f"    export EFT_URL={self.url} EFT_API_KEY={key if key and self.key_file is None else '…'}")
         print("    eft submit examples/voice-intents/job.yaml --wait")
-        print("  Ctrl+C stops it; running jobs go on at the next start.", flush=True)
+        print("  Ctrl+C stops it; running jobs continue at the next start.", flush=True)
         if self.key_file is None:
             (self.layout.root / "first.key").unlink(missing_ok=True)
 

@@ -45,7 +45,7 @@ REQUESTS: dict[str, Code] = {
     ),
     "retried_already": (
         "A retry of the job with another time limit is under way.",
-        "Cancel that job first, or let it go on.",
+        "Cancel that job first, or let it continue.",
     ),
     "conflict": ("The object's state does not allow this operation.", "The message names the allowed operations."),
     "gone": ("The object was deleted by a retention rule or a user.", "`eft audit` (admins) shows when and by whom."),
@@ -358,7 +358,7 @@ FAILURES: dict[str, Code] = {
         "Remove `training.neftune_noise_alpha`.",
     ),
     "no_whole_groups": (
-        "A step's answers are no whole groups of `stage.num_generations`.",
+        "A step's answers are not whole groups of `stage.num_generations`.",
         "Make `per_device_train_batch_size` · `gradient_accumulation_steps` a multiple of it.",
     ),
     "no_room_for_prompts": (
@@ -393,7 +393,7 @@ FAILURES: dict[str, Code] = {
         "Use a public address, or let the administrator allow it with EFT_REWARD_ALLOW.",
     ),
     "reward_tokens_unreadable": (
-        "The file of EFT_REWARD_TOKENS cannot be read, or is no JSON object of tokens by origin.",
+        "The file of EFT_REWARD_TOKENS cannot be read, or is not a JSON object of tokens by origin.",
         "The administrator mends the file on that machine.",
     ),
     "reward_not_reached": (
@@ -495,7 +495,7 @@ NOTICES: dict[str, Code] = {
     ),
     "checkpoint_withheld": (
         "An evaluation was worse than `checkpoint.metric_bound`, so no checkpoint is written.",
-        "`eft checkpoints list` shows the last one before; go on from it with a lower learning rate.",
+        "`eft checkpoints list` shows the last one before; continue from it with a lower learning rate.",
     ),
     "bad_checkpoint": ("A checkpoint was damaged; the previous one was used.", "Check the disk."),
     "bad_reference": (
@@ -598,7 +598,7 @@ NOTICES: dict[str, Code] = {
         "Read the job's result; take more bits per weight, or set `min_retention` (docs/exports.md).",
     ),
     "tracking_failed": (
-        "A tracker is not shown the job's curves; the run goes on.",
+        "A tracker is not shown the job's curves; the run continues.",
         "The notice has its reason, and `tracking-NAME.log` in the run's folder its words (docs/tracking.md).",
     ),
     "lm_eval_failed": (
@@ -620,7 +620,7 @@ SESSIONS: dict[str, Code] = {
         "An operation of a session cannot be computed as it was asked. Nothing has changed.",
         "The message names the array or option.",
     ),
-    "invalid_tensors": ("The body of an operation is no safetensors.", "Send flat arrays in safetensors' form."),
+    "invalid_tensors": ("The body of an operation is not valid safetensors.", "Send flat arrays in safetensors' form."),
     "session_model_not_found": ("The session has no adapter of this name.", "The message lists those it has."),
     "session_name_taken": ("The session has an adapter or a checkpoint of this name.", "Choose another name."),
     "beyond_positions": ("An example is longer than the model's positions.", "Send shorter examples or ask for less."),

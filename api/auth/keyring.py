@@ -90,7 +90,7 @@ def create(session: Session, principal: Principal, wish: KeyWish, settings: Sett
         raise forbidden(session, principal, Scope.BOX if scope is Scope.METRICS else scope)
     if not most.reaches(scope):
         boxes = scope in (Scope.BOX, Scope.METRICS)
-        what = "no admin of the box" if boxes else f"`{role.value}` in this project"
+        what = "not an admin of the box" if boxes else f"`{role.value}` in this project"
         raise BadRequest(
             f"`{user.name}` is {what}: a key of scope `{scope.value}` would be of no use to them", field="scope"
         )

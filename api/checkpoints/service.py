@@ -32,7 +32,7 @@ def delete(
             )
             raise Conflict(words, field="job_id", code="not_ended")
         if (needed := branches.needed_by(session, job)) is not None:
-            words = f"`{needed}` may go on from checkpoints of this job: wait for its end, or cancel it"
+            words = f"`{needed}` may continue from checkpoints of this job: wait for its end, or cancel it"
             raise Conflict(words, field="job_id", code="job_in_use")
         found = checkpoints.choose(checkpoints.of_job(store, job_id), handle, job_id, "checkpoint_id", damaged=True)
         audit.record(session, actor, "checkpoint.delete", job_id, {"checkpoint": found.id, "bytes": found.bytes})

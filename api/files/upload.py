@@ -203,7 +203,7 @@ def checked_filename(name: str | None) -> str:
         raise BadRequest("a file's name has at most 255 bytes", field="filename")
     for char in name:
         if char in "/\\":
-            raise BadRequest("a file's name has no `/` and no `\\`: it is no path", field="filename")
+            raise BadRequest("a file's name must not contain `/` or `\\`", field="filename")
         kind = unicodedata.category(char)
         if kind in ("Cc", "Cf", "Cs", "Zl", "Zp"):
             raise BadRequest(

@@ -121,7 +121,7 @@ async def _upload(arguments: Mapping[str, Any], caller: Caller, document: Docume
     try:
         content = rows.encode()
     except UnicodeEncodeError as error:
-        raise Mistake(f"`rows` is no text: {error.reason}") from error
+        raise Mistake(f"`rows` is not text: {error.reason}") from error
     return await caller("POST", "/files", query=query, content=content, headers=headers)
 
 

@@ -36,7 +36,7 @@ from core import __version__
 
 INSTRUCTIONS = (
     "eft fine-tunes language models on the GPUs of this lab. A job is described by one object (the tool `describe` "
-    "shows its fields), waits its turn in a queue that everybody shares, trains, and hands back a model. Call "
+    "shows its fields), waits its turn in a shared queue, trains, and results in a model. Call "
     "`plan_job` before `submit_job`: it checks the job without storing it, and says what it takes and where it fits. "
     "A session is a training loop of your own: `open_session`, then `session_verb` for each operation. "
     "Errors name the field and the way out."

@@ -27,8 +27,8 @@ EXPLAINED = 100
 """Waiting jobs of each phase whose reason is found out at a scrape; the others count under `not_looked_at`."""
 STATES = ("free", "busy", "held", "drained", "maintenance", "quarantined", "outside", "silent")
 OF_A_STEP = {
-    "loss": ("eft_job_loss", "Training loss of the last step told"),
-    "tokens_per_second": ("eft_job_tokens_per_second", "Of the last step told"),
+    "loss": ("eft_job_loss", "Training loss of the last reported step"),
+    "tokens_per_second": ("eft_job_tokens_per_second", "Of the last reported step"),
     "memory_bytes": ("eft_job_memory_bytes", "Most device memory that its trainer has held"),
 }
 

@@ -77,7 +77,7 @@ async def tag_model(request: Request, model_id: ModelId, principal: Writing, app
     for field in ("add", "remove"):
         if (wrong := schemas.wrong_tag(getattr(wish, field))) is not None:
             words = (
-                f"`{printable(wrong)}` is no tag: letters, digits, `.`, `_` and `-`, a letter or digit first, "
+                f"`{printable(wrong)}` is not a tag: letters, digits, `.`, `_` and `-`, a letter or digit first, "
                 "at most 64 characters"
             )
             raise BadRequest(words, field=field)

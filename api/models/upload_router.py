@@ -110,7 +110,7 @@ def _enter(app: AppState, principal: Principal, once: Any, upload: ModelUpload, 
     name = fields.get("name")
     if name is not None and not _NAME.fullmatch(name):
         words = (
-            f"`{printable(name)}` is no name: letters, digits, space, dot, dash and underscore, at most 100 characters"
+            f"`{printable(name)}` is not a name: letters, digits, space, dot, dash and underscore, at most 100 characters"
         )
         raise BadRequest(words, field="name")
     found = upload.check()

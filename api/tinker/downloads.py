@@ -49,7 +49,7 @@ def recipients(texts: Sequence[str]) -> list[Any]:
         try:
             found.append(kind.Recipient.from_str(text.strip()))
         except pyrage.RecipientError as error:
-            words = f"`{text[:80]}` is no public key of age (`age1…` or `ssh-…`): {error}"
+            words = f"`{text[:80]}` is not a public key of age (`age1…` or `ssh-…`): {error}"
             raise SpecError(words, field=f"age_encryption_recipients.{at}", code="invalid_value") from error
     return found
 

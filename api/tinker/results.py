@@ -78,7 +78,7 @@ def reply(of: Door, found: FoundSession, row: SessionOperation, body: bytes, *, 
             return JSONResponse({"path": path, "model_id": door.model_id(found), "type": "load_weights"})
         case "save":
             return JSONResponse(_saved(of, found, row, str(asked["name"])))
-    return failed(f"`{asked['op']}` of `{ADAPTER}` is no request of this protocol", "user")
+    return failed(f"`{asked['op']}` of `{ADAPTER}` is not a request of this protocol", "user")
 
 
 def render(status: int, error: Mapping[str, Any], headers: Mapping[str, str] | None) -> Response:

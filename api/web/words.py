@@ -166,7 +166,7 @@ def now(job: Mapping[str, Any], phase: str | None = None) -> str:
             return f"Failed: {failure.get('message') or reason}."
         case "paused":
             step = progress.get("step")
-            return "Paused" + (f" at step {step:,}" if step else "") + ". Resume goes on from its checkpoint."
+            return "Paused" + (f" at step {step:,}" if step else "") + ". Resume continues from its checkpoint."
         case "cancelled":
             return f"Cancelled: {reason}."
         case _:

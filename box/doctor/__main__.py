@@ -122,7 +122,7 @@ def _data(report: Report, settings: Settings) -> None:
             report.add("problem", "data", f"{root} is not there, and nothing can be made in {parent} (EFT_DATA)")
         return
     if not root.is_dir():
-        report.add("problem", "data", f"{root} is no folder (EFT_DATA)")
+        report.add("problem", "data", f"{root} is not a folder (EFT_DATA)")
         return
     check = health.data(root, settings.min_free_bytes)
     report.add("ok" if check.ok else "problem", "data", f"{root}: {check.detail}")
@@ -162,7 +162,7 @@ def _database(report: Report, settings: Settings) -> None:
         report.add(
             "problem",
             "database",
-            "EFT_DATABASE_URL is no SQLAlchemy URL, such as postgresql+psycopg://user:…@host/name",
+            "EFT_DATABASE_URL is not a SQLAlchemy URL, such as postgresql+psycopg://user:…@host/name",
         )
         return
     shown = url.render_as_string(hide_password=True)

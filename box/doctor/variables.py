@@ -36,4 +36,4 @@ def unknown(report: Report, environ: Mapping[str, str]) -> None:
             continue
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=LIKENESS)
         meant = f"; did you mean {near[0]}?" if near else " (docs/settings.md has them all)"
-        report.add("note", "settings", f"{name} is no setting of eft, and nothing reads it{meant}")
+        report.add("note", "settings", f"{name} is not a setting of eft, and nothing reads it{meant}")

@@ -200,7 +200,7 @@ def stop_grace(env_file: Path) -> float:
     try:
         return default if text is None else float(text)
     except ValueError:
-        raise ServiceRefused(f"{env_file}: EFT_STOP_GRACE_SECONDS={text} is no number of seconds") from None
+        raise ServiceRefused(f"{env_file}: EFT_STOP_GRACE_SECONDS={text} is not a number of seconds") from None
 
 
 def _one_root(env_file: Path, data: Path) -> None:

@@ -80,7 +80,7 @@ def _unit(part: UnitPart, plan: UnitPlan) -> Iterator[str]:
     before = plan.after if part != "worker" else (*plan.after, name("api"))
     yield f"After=network-online.target nvidia-persistenced.service {' '.join(before)}"
     yield "Wants=network-online.target"
-    yield "# Tried again for ever: a database that comes back after a night is no reason to stay away."
+    yield "# Always restarted: the database may come back after hours."
     yield "StartLimitIntervalSec=0"
 
 

@@ -39,7 +39,7 @@ def check(path: Path) -> list[str]:
                 name = member.name.partition("/")[2]
                 content = archive.extractfile(member)
                 if content is None:
-                    raise DownloadError(f"{path} holds {name!r}, which is no plain file")
+                    raise DownloadError(f"{path} holds {name!r}, which is not a plain file")
                 if name == MANIFEST:
                     manifest = [json.loads(line) for line in content]
                 else:

@@ -202,7 +202,7 @@ def _parse(text: bytes, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         raise UsageFault(f"{source}{_where(error)}: not valid YAML or JSON: {_problem(error)}") from error
     except yaml.reader.ReaderError as error:
-        raise UsageFault(f"{source}: this is no text in UTF-8 (byte {error.position})") from error
+        raise UsageFault(f"{source}: this is not text in UTF-8 (byte {error.position})") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageFault(f"{source}: not valid YAML or JSON: {error}") from error
 
@@ -240,7 +240,7 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for position, key in enumerate(keys):
             if not isinstance(key, str):
-                raise ValueError(f"the key {key!r} is no string; put it into quotes")
+                raise ValueError(f"the key {key!r} is not a string; put it into quotes")
             if key in keys[:position]:
                 raise ValueError(f"the key {key!r} stands twice in one object")
         return super().construct_mapping(node, deep=deep)

@@ -67,7 +67,7 @@ def parse(url: str) -> HttpTarget:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise NotAllowed(f"this is no URL: {error}") from error
+        raise NotAllowed(f"this is not a URL: {error}") from error
     if parts.scheme not in ("http", "https"):
         raise NotAllowed("the URL must begin with `http://` or `https://`")
     if not parts.hostname or "%" in parts.hostname:

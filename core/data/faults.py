@@ -155,7 +155,7 @@ def text(value: Any, where: str, faults: Faults, *, filled: bool = False) -> str
         try:
             value.encode()
         except UnicodeEncodeError:
-            words = "holds half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+            words = "holds half of a surrogate pair (\\ud800 to \\udfff), which is not a character"
             faults.add("invalid_unicode", words, where)
     return value
 

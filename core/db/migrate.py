@@ -110,7 +110,7 @@ def standing(database: Database, scripts: Path = SCRIPTS) -> SchemaState:
         )
     if works_from in known:
         return SchemaState(
-            found, wanted, True, True, f"{found}, of a newer version; this one ({wanted}) may go on with it"
+            found, wanted, True, True, f"{found}, of a newer version; this one ({wanted}) can still use it"
         )
     words = (
         f"is at {found}, of a newer version, and only those from {works_from or 'there'} on may use it; this one knows "

@@ -39,7 +39,7 @@ def choose_precision(
         if reason is None:
             return candidate, f"{', '.join(reasons)}: computing in {candidate}" if reasons else None
         reasons.append(reason)
-    raise SpecError(f"nothing computes rightly on this device: {', '.join(reasons)}", field="training.precision")
+    raise SpecError(f"nothing computes correctly on this device: {', '.join(reasons)}", field="training.precision")
 
 
 def against_fp8(arch: str, *, installed: bool, found: str | None) -> str | None:

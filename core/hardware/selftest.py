@@ -128,7 +128,7 @@ def choose(verdict: Verdict | None) -> Choice:
     if "optimizer.adamw" in bad:
         refused = f"the optimizer's step {describe(bad['optimizer.adamw'])}"
     elif not precisions:
-        refused = "no precision computes rightly: " + "; ".join(
+        refused = "no precision computes correctly: " + "; ".join(
             f"{name} {describe(part)}" for name, part in bad.items()
         )
     limits = _limits(bad)

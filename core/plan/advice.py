@@ -72,7 +72,7 @@ def of_rate(spec: JobSpec, method: str, where: str) -> Fault | None:
         return None
     return Fault(
         "learning_rate_of_another_method",
-        f"`method: auto` comes to `{method}`{where}, and `optimizer.learning_rate` is {rate:g}, where the default of "
+        f"`method: auto` chooses `{method}`{where}, and `optimizer.learning_rate` is {rate:g}, where the default of "
         f"that method is {adapters:g}; leave the learning rate out, or name the method",
         "optimizer.learning_rate",
     )

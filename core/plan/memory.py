@@ -509,7 +509,7 @@ def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> I
         yield Item("packed weights", whole, "kept in the cache for further runs")
     size = shape.parameters * shape.file_bits // 8
     adapter = 4 * (held.trained + held.starts)
-    yield Item("result", size if isinstance(method_of(spec), Full) else adapter, "what the job hands back")
+    yield Item("result", size if isinstance(method_of(spec), Full) else adapter, "the job's results")
     for export in spec.export:
         match export:
             case Merged(dtype=dtype):

@@ -25,7 +25,7 @@ def main() -> int:
     try:
         order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
     except (OSError, ValueError) as error:
-        print(f"{run_dir / ORDER_FILE} is no run order: {error}", file=sys.stderr)
+        print(f"{run_dir / ORDER_FILE} is not a run order: {error}", file=sys.stderr)
         if run_dir.is_dir():
             message = f"{ORDER_FILE} cannot be read: {error}"
             EventWriter(run_dir / EVENTS_FILE).write(

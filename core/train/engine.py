@@ -430,7 +430,7 @@ class Engine:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if (then := int(state.get("ranks", 1))) != self.ranks.world:
             raise ValueError(
-                f"it was written by {then} ranks, and this run has {self.ranks.world}; go on with resources.gpus: "
+                f"it was written by {then} ranks, and this run has {self.ranks.world}; continue with resources.gpus: "
                 f"{then}, or start anew"
             )
         self.load_weights(folder)

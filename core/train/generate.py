@@ -22,7 +22,7 @@ def main() -> int:
     args = parser.parse_args()
     for folder in (args.model_dir, args.adapter):
         if folder is not None and not folder.is_dir():
-            print(f"error: {folder} is no folder", file=sys.stderr)
+            print(f"error: {folder} is not a folder", file=sys.stderr)
             return 1
     if (task := _judges(args.adapter or args.model_dir)) is not None:
         print(f"error: this is a reward model ({task}), which writes no text", file=sys.stderr)

@@ -132,7 +132,7 @@ def run(client: Client, place: Place, output: Output, settings: list[str]) -> di
     }
     missing = [str(path) for path in artifacts.values() if not path.exists()]
     if missing:
-        raise DemoFailed(f"the job handed back no {', '.join(missing)}")
+        raise DemoFailed(f"the job has no {', '.join(missing)}")
     before, after = job.result["eval_before"]["eval_exact_match"], job.result["eval_after"]["eval_exact_match"]
     report = {
         "status": job.status,

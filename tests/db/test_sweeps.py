@@ -122,11 +122,11 @@ def test_the_worse_runs_stop_at_a_comparison_and_the_others_go_on(database: Data
     with ThreadPoolExecutor(3) as threads:  # any number of housekeepers
         list(threads.map(lambda _: advance.advance(database, sweep), range(3)))
     status, reason, states = look(database, sweep)
-    assert (status, reason) == ("running", "compared 4 runs at step 2: 2 go on")
+    assert (status, reason) == ("running", "compared 4 runs at step 2: 2 continue")
     assert states == ["cancelled", "queued", "queued", "stopping"]
     with database.read() as session:
         assert session.get_one(Job, jobs[0]).reason == (
-            "stopped early by its sweep: eval_loss 3 at step 2 was number 3 of 4, and the best 2 go on"
+            "stopped early by its sweep: eval_loss 3 at step 2 was number 3 of 4, and the best 2 continue"
         )
     end(database, last, Requeued("stopped"))
     token = start(database, 5)

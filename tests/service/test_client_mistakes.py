@@ -342,8 +342,8 @@ def test_a_result_is_told_in_words(api: Any, eft: Any, monkeypatch: pytest.Monke
 
 def test_ctrl_c_says_what_goes_on(api: Any) -> None:
     job_id = api.submit()["id"]
-    come_back = f"the job goes on; come back with: eft watch {job_id}"
-    for words, said in (((job_id,), come_back), ((job_id, "--json"), come_back), (("--json",), "the jobs go on")):
+    come_back = f"the job continues; come back with: eft watch {job_id}"
+    for words, said in (((job_id,), come_back), ((job_id, "--json"), come_back), (("--json",), "the jobs continue")):
         child = subprocess.Popen(
             [EFT, "watch", *words],
             env=environment(api),

@@ -187,7 +187,7 @@ def test_what_is_set_against_known_faults_is_told(tmp_path: Path) -> None:
         ({"EFT_DATABASE_URL": "no url"}, "settings", "EFT_DATABASE_URL: `no url` is not a database"),
         ({"EFT_DATABASE_URL": "postgresql+psycopg://eft:hunter2@127.0.0.1:1/eft"}, "database", "does not answer"),
         ({"EFT_BROKER_URL": "redis://:hunter2@127.0.0.1:1/0"}, "broker", "does not answer"),
-        ({"EFT_DATA": str(HOME / "README.md")}, "data", "is no folder"),
+        ({"EFT_DATA": str(HOME / "README.md")}, "data", "is not a folder"),
         ({"EFT_DATA": str(HOME / "README.md" / "data")}, "data", "nothing can be made in"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -294,8 +294,8 @@ def test_variables_that_no_setting_has_are_named_with_the_nearest_right_one(
     odd = {"EFT_DATA_ROOT": "/srv", "EFT_QUITE_ELSE": "1", "EFT_API_KEY": "k", "EFT_S3_SECRET_ACCESS_KEY_FILE": ""}
     found = notes_of(examined(monkeypatch, tmp_path, None, **odd), "settings")
     assert found == [
-        "EFT_DATA_ROOT is no setting of eft, and nothing reads it; did you mean EFT_DATA_ROOTS?",
-        "EFT_QUITE_ELSE is no setting of eft, and nothing reads it (docs/settings.md has them all)",
+        "EFT_DATA_ROOT is not a setting of eft, and nothing reads it; did you mean EFT_DATA_ROOTS?",
+        "EFT_QUITE_ELSE is not a setting of eft, and nothing reads it (docs/settings.md has them all)",
     ]
 
 
@@ -305,7 +305,7 @@ def test_folders_that_do_not_exist_are_named_with_their_setting(
     (tmp_path / "there").mkdir()
     roots = f"{tmp_path / 'there'}:{tmp_path / 'gone'}"
     found = notes_of(examined(monkeypatch, tmp_path, None, EFT_DATA_ROOTS=roots), "settings")
-    assert found == [f"EFT_DATA_ROOTS: there is no folder {tmp_path / 'gone'}; jobs cannot use a path below it"]
+    assert found == [f"EFT_DATA_ROOTS: there is not a folder {tmp_path / 'gone'}; jobs cannot use a path below it"]
 
 
 def test_every_variable_that_the_code_reads_is_known_to_the_doctor() -> None:

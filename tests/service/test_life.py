@@ -137,7 +137,7 @@ def test_a_backup_while_jobs_run_and_a_restore_elsewhere(
     checks = service.client.get("/readyz").json()["checks"]
     assert checks["schema"] == {
         "ok": True,
-        "detail": f"next, of a newer version; this one ({migrate.head()}) may go on with it",
+        "detail": f"next, of a newer version; this one ({migrate.head()}) can still use it",
     }
     database.dispose()
 

@@ -129,7 +129,7 @@ BAD: dict[str, tuple[Files, dict[str, str], str, str]] = {
     "a base that is not there": (adapter_files(), {"base": "model-" + "0" * 26}, "not_found", "no model"),
     "a folder that is not allowed": (adapter_files(), {"base": "/etc"}, "path_not_allowed", "EFT_MODEL_ROOTS"),
     "a base of a model": (TINY, {"base": MODEL}, "invalid_request", "leave it out"),
-    "a name that is none": (TINY, {"name": "-"}, "invalid_request", "is no name"),
+    "a name that is none": (TINY, {"name": "-"}, "invalid_request", "is not a name"),
 }  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def test_what_is_no_reward_model_is_refused_with_the_field(
         assert error["field"] == "stage.reward.1.model.id"
     adapter = {"type": "job", "id": reward_model, "adapter": "merge"}
     refused = service.client.post("/jobs", json=grpo(tiny, prompts, adapter))
-    assert refused.status_code == 422 and "as it was handed back" in refused.text
+    assert refused.status_code == 422 and "is used as it is" in refused.text
     failed = service.submit(grpo(tiny, prompts, {"type": "local", "path": tiny}))
     service.wait(failed, "failed")
     assert service.job(failed)["failure"]["code"] == "not_a_reward_model"

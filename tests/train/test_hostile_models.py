@@ -76,7 +76,7 @@ def test_within_bounds(told: dict[str, dict[str, Any]]) -> None:
         ),
         ("embedding of other rows", "plan", "says `vocab_size: 258`, and the embedding in the weight files has 10"),
         ("header shape negative", "plan", "model.safetensors has a broken safetensors header"),
-        ("config.json is a pipe", "plan", "config.json is no regular file"),
+        ("config.json is a pipe", "plan", "config.json is not a regular file"),
         ("tokenizer.json null", "train", "the model's tokenizer cannot be read"),
     ],
 )

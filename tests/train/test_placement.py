@@ -49,8 +49,8 @@ def test_a_slot_without_one_does(monkeypatch: pytest.MonkeyPatch, mask: str | No
 def test_limits_and_refusals_of_the_self_test_are_kept() -> None:
     limits = Limits(fp32_rows=1 << 19, rank_multiple=64)
     assert place(Resources(), Training(), LoRA(), Choice(limits=limits)).limits == limits
-    with pytest.raises(DeviceRefused, match="no precision computes rightly"):
-        place(Resources(), Training(), LoRA(), Choice(refused="no precision computes rightly"))
+    with pytest.raises(DeviceRefused, match="no precision computes correctly"):
+        place(Resources(), Training(), LoRA(), Choice(refused="no precision computes correctly"))
 
 
 def test_deterministic_kernels_do_not_fill_fresh_memory() -> None:

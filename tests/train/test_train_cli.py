@@ -48,7 +48,7 @@ def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path
         if process.returncode != EXIT_OK:
             break
     assert process.returncode == EXIT_CHECKPOINTED, told.decode()
-    assert b"the same command goes on" in told
+    assert b"the same command continues" in told
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr.decode()
     answer = json.loads(done.stdout)
@@ -78,4 +78,4 @@ def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
     assert "the steps of packed weights" in told(
         "some/model", "rows.jsonl", "--method", "full", "--set", "quantization=nf4"
     )
-    assert "rows.jsonl is no file" in told("some/model", str(tmp_path / "rows.jsonl"))
+    assert "rows.jsonl is not a file" in told("some/model", str(tmp_path / "rows.jsonl"))

@@ -164,7 +164,7 @@ class ClaimLoop:
             given_back = requeue.requeue_unacknowledged(session, self._worker, known)
         self.unheard = False
         for job_id in given_back:
-            log.warning("%s: handed back; the database went away during its claim", job_id)
+            log.warning("%s: returned to the queue; the database went away during its claim", job_id)
 
     def _clear_slots(self) -> bool:
         """Whether something held a slot here under which nothing ran, and does so no more."""

@@ -114,7 +114,7 @@ def clear_orphans(
             ).scalar_one_or_none()
             if again is not None:
                 lease_expiry.lose(session, again, f"the worker on {node} ended without handing it back", policy)
-                log.warning("%s: handed back; the previous worker of this node left it", job.id)
+                log.warning("%s: returned to the queue; the previous worker of this node left it", job.id)
     if snapshots is not None:
         _free_memory(database, snapshots)
     return len(left)

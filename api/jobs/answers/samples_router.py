@@ -72,7 +72,7 @@ def job_samples(
     app: App,
     step: Annotated[
         int | None,
-        Query(ge=0, le=2**31 - 1, description="After this step. Default: the weights handed back, or the newest."),
+        Query(ge=0, le=2**31 - 1, description="After this step. Default: that of the exported weights, or the newest."),
     ] = None,
 ) -> Response:
     """The samples of `evaluation.samples`: those of the untrained model beside those of a later step."""

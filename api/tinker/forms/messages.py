@@ -173,7 +173,7 @@ def _written_out(
 def _array(code: str, raw: bytes) -> Sequence[float]:
     found = array(code)
     if len(raw) % found.itemsize:
-        raise SpecError("a tensor's bytes are no whole number of values", field="body", code="invalid_value")
+        raise SpecError("a tensor's bytes are not a whole number of values", field="body", code="invalid_value")
     found.frombytes(raw)
     return found
 

@@ -64,7 +64,7 @@ def _values(name: str, tensor: PlainTensor, place: int) -> Numbers:
     where, values = f"data.{place}.loss_fn_inputs.{name}", tensor.data
     if tensor.dtype == "int64":
         if any(value != int(value) for value in values):
-            raise SpecError(f"{where}: these are no whole numbers", field=where, code="invalid_value")
+            raise SpecError(f"{where}: these are not whole numbers", field=where, code="invalid_value")
         values = [int(value) for value in values]
     crow = tensor.sparse_crow_indices
     indices = None if crow is None else (crow, tensor.sparse_col_indices or [])

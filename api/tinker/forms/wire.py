@@ -120,4 +120,4 @@ def _put(value: int) -> bytes:
 
 
 def _broken(why: str) -> SpecError:
-    return SpecError(f"the body is no message of protocol buffers: {why}", field="body", code="invalid_value")
+    return SpecError(f"the body is not a message of protocol buffers: {why}", field="body", code="invalid_value")

@@ -105,7 +105,7 @@ eft.follow = () => {
         if (reply.ok) return eft.follow();
       } catch { /* away */ }
       eft.away = true;
-      eft.tell("The server does not answer; this page goes on as soon as it does.", "");
+      eft.tell("The server does not answer; this page continues as soon as it does.", "");
       setTimeout(eft.follow, 1500);
     }, 300);
   };

@@ -144,7 +144,7 @@ class AsyncJobs:
         return found
 
     async def samples(self, job_id: str, *, step: int | None = None) -> dict[str, Any]:
-        """What the model answered after a step (default: the weights handed back), beside the untrained model."""
+        """What the model answered after a step (default: that of the exported weights), beside the untrained model."""
         params: dict[str, Param] = {"step": step}
         answer: dict[str, Any] = await self._transport.json("GET", f"{paths.job(job_id)}/samples", params=params)
         return answer

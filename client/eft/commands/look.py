@@ -96,7 +96,7 @@ def _watch(client: Client, output: Output, job_id: str | None, interval: float, 
     if ended and job_id is not None and look.world.over is not None:
         end(client, output, look.world.over)
     if job_id is not None:
-        output.note(f"the job goes on; come back with: eft watch {job_id}")
+        output.note(f"the job continues; come back with: eft watch {job_id}")
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 

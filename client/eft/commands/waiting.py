@@ -81,7 +81,7 @@ def going_on(output: Output, job_id: str | None) -> Generator[None, None, None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        output.note(f"the job goes on; come back with: eft watch {job_id}" if job_id else "the jobs go on")
+        output.note(f"the job continues; come back with: eft watch {job_id}" if job_id else "the jobs continue")
         raise typer.Exit(ExitCode.INTERRUPTED) from error
 
 

@@ -24,7 +24,7 @@ def local_path(folder: Path, path: str) -> Path:
     # PurePosixPath forgets a doubled `/` and a `.`, so the parts are looked at as they came.
     parts = path.split("/")
     if pure.is_absolute() or any(part in ("", ".", "..") for part in parts):
-        raise DownloadError(f"the server names an artifact {path!r}, which is no path below a folder")
+        raise DownloadError(f"the server names an artifact {path!r}, which is not a path below a folder")
     if any(ord(character) < 32 or character in "\\:\x7f" for character in path):
         raise DownloadError(f"the server names an artifact {path!r}, which has characters no artifact has")
     target = folder.joinpath(*parts)

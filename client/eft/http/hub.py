@@ -38,7 +38,7 @@ class HubRepository:
         if constants.HF_HUB_OFFLINE:
             raise ConfigError("HF_HUB_OFFLINE is set: unset it to push")
         if REPOSITORY.fullmatch(repo) is None:
-            raise UsageFault(f"{repo!r} is no id of a repository: OWNER/NAME", field="OWNER/NAME")
+            raise UsageFault(f"{repo!r} is not an id of a repository: OWNER/NAME", field="OWNER/NAME")
         token = get_token()
         if token is None:
             raise ConfigError("no token of the hub: set HF_TOKEN, or run `hf auth login`; it needs the right to write")

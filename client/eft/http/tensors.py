@@ -80,5 +80,5 @@ def unpack(body: bytes) -> tuple[dict[str, str], dict[str, Any]]:
             for name, about in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EftClientError(f"the server's answer is no safetensors: {error}") from error
+        raise EftClientError(f"the server's answer is not valid safetensors: {error}") from error
     return metadata, arrays

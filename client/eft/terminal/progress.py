@@ -33,7 +33,7 @@ def event_words(event: Event) -> str | None:
         case "notice":
             return f"notice: {data.get('message')}"
         case "resumed":
-            return f"goes on from step {data.get('step')}"
+            return f"continues from step {data.get('step')}"
         case "error":
             return f"error {data.get('code')}: {data.get('message')}"
         case _:

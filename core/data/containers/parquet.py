@@ -281,7 +281,7 @@ def _look(page: Page, column: Any, leaf: _Leaf, group: int) -> None:
         words = f"row group {group + 1} has a page of {page.size} bytes when decoded, more than {MAX_PAGE_BYTES}"
         raise _TooLarge(f"{words}; write smaller pages")
     if column.physical_type == "FIXED_LEN_BYTE_ARRAY" and column.length > MAX_FIXED_BYTES:
-        raise _TooLarge(f"{column.path}: values of {column.length} bytes each are no text")
+        raise _TooLarge(f"{column.path}: values of {column.length} bytes each are not text")
     if column.physical_type != "BYTE_ARRAY":
         return
     if page.dictionary:

@@ -106,7 +106,7 @@ def _why(card: Card) -> str | None:
         case "NVIDIA", "nvidia":
             return "has its driver, and nvidia-smi does not list it: is nvidia-smi installed, and what does it say?"
         case _, driver:
-            return f"is run by {driver}, which is no driver for computing"
+            return f"is run by {driver}, which is not a driver for computing"
 
 
 def _name(card: Card, root: Path) -> str:

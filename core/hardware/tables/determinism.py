@@ -42,7 +42,7 @@ def classify(gpus: Sequence[Gpu]) -> tuple[DeterminismClass, list[str]]:
     if any(gpu.vendor == "amd" for gpu in gpus):
         reasons.append("ROCm's libraries choose kernels by version and card, and not all of them sum in a fixed order")
     if len({gpu.arch for gpu in gpus}) > 1:
-        reasons.append("the cards differ: a job that goes on elsewhere may land on another architecture")
+        reasons.append("the cards differ: a job that continues elsewhere may land on another architecture")
     if reasons:
         return BEST_EFFORT, reasons
     return REPEATABLE, [

@@ -131,7 +131,7 @@ FAULTS = (
     KnownFault(
         "stores-past-2-gib",
         ("gfx950",),
-        "hipBLASLt drops stores beyond 2 GiB of a 16-bit output whose rows are no multiple of 256",
+        "hipBLASLt drops stores beyond 2 GiB of a 16-bit output whose rows are not a multiple of 256",
         "wrong numbers",
         ("https://github.com/ROCm/hipBLASLt/issues/2299",),
         "logits are made in chunks below that, and products that would be larger in parts",

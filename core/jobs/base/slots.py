@@ -195,7 +195,7 @@ class Needs:
             return []  # work without a GPU needs nothing of its slot
         if self.accelerator not in ("any", slot.kind):
             return ["a GPU" if self.accelerator == "gpu" else "a CPU slot"]
-        missing = ["a GPU that is no MIG slice"] if self.gpus > 1 and slot.id.startswith("MIG-") else []
+        missing = ["a GPU that is not a MIG slice"] if self.gpus > 1 and slot.id.startswith("MIG-") else []
         if self.memory_mb * 1_000_000 > slot.memory_bytes:
             missing.append(f"{self.memory_mb / 1000:g} GB")
         if self.bf16 and not slot.bf16:

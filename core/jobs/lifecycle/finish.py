@@ -172,12 +172,12 @@ def _next(
             if outcome.failure == "machine" and failures <= policy.max_machine_failures:
                 again = {"prepared": null()} if outcome.prepare_again else {}
                 if pausing:
-                    words = f"paused by its owner, after a fault of the box ({why})"
+                    words = f"paused by its owner, after a machine error ({why})"
                     return Status.PAUSED, words, {"machine_failures": failures} | again, {"failure": failure}
                 wait = policy.backoff_seconds * 2 ** (failures - 1)
                 return (
                     Status.QUEUED,
-                    f"retried after a fault of the box ({why}); retry {failures} of {policy.max_machine_failures}",
+                    f"retried after a machine error ({why}); retry {failures} of {policy.max_machine_failures}",
                     {"machine_failures": failures, "not_before": db_now() + wait} | again,
                     {"failure": failure},
                 )

@@ -171,7 +171,7 @@ def open_regular(path: Path, *, field: str) -> Iterator[IO[bytes]]:
     regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
     if not regular:
         os.close(descriptor)
-        raise unreadable(f"{path.name} is no regular file", field)
+        raise unreadable(f"{path.name} is not a regular file", field)
     with os.fdopen(descriptor, "rb") as file:
         yield file
 

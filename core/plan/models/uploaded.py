@@ -82,7 +82,7 @@ def check_name(name: str) -> None:
             "writes safetensors, and upload that"
         )
         raise ModelError(words, field=FIELD, code="model_pickle")
-    words = f"`{name}` is no file of a model: its safetensors, and {', '.join(NAMES)}, are taken"
+    words = f"`{name}` is not a file of a model: its safetensors, and {', '.join(NAMES)}, are taken"
     raise ModelError(words, field=FIELD, code="model_unsupported")
 
 
@@ -120,7 +120,7 @@ def _model(folder: Path, names: Collection[str]) -> Uploaded:
     if lost := sorted(set(shards) - set(names)):
         raise unreadable(f"{INDEX_FILE} names {lost[0]}, which is not there", FIELD)
     if extra := sorted(name for name in names if name.endswith(".safetensors") and name not in shards):
-        raise unreadable(f"{extra[0]} is no weight file of this model: remove it", FIELD)
+        raise unreadable(f"{extra[0]} is not a weight file of this model: remove it", FIELD)
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         for name, tensor in read_header(folder / shard, field=FIELD).items():

@@ -121,7 +121,7 @@ class LowRank(Adapter):
             )
         if self.r > MAX_RANK // 2:
             raise ValueError(
-                f"with `init_lora_weights: {self.init_lora_weights}` the adapter that is handed back has twice the "
+                f"with `init_lora_weights: {self.init_lora_weights}` the exported adapter has twice the "
                 f"rank, which may be no more than {MAX_RANK}: set `r` to at most {MAX_RANK // 2}"
             )
         return self

@@ -56,9 +56,9 @@ def receive(stream: socket.socket) -> Frame | None:
     try:
         header = json.loads(raw)
     except ValueError as error:
-        raise FrameError(f"the header of a frame is no JSON: {error}") from error
+        raise FrameError(f"the header of a frame is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise FrameError("the header of a frame is no JSON object")
+        raise FrameError("the header of a frame is not a JSON object")
     body = _read(stream, body_bytes)
     assert body is not None
     return Frame(header, bytes(body))

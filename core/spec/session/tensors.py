@@ -29,7 +29,7 @@ def pack(
         try:
             raw = array(_CODES[kind], values).tobytes()
         except (TypeError, ValueError, OverflowError) as error:
-            words = f"`{name}` is no list of {'whole numbers of 32 bits' if kind == 'I32' else 'numbers'}: {error}"
+            words = f"`{name}` is not a list of {'whole numbers of 32 bits' if kind == 'I32' else 'numbers'}: {error}"
             raise SpecError(words, field=f"arrays.{name}", code="invalid_value") from error
         wide = (columns or {}).get(name)
         shape = [len(values)] if wide is None else [len(values) // wide, wide]
@@ -50,13 +50,13 @@ def split(body: bytes) -> tuple[dict[str, Any], bytes]:
     """Header and data of a body. SpecError for anything else."""
     size = int.from_bytes(body[:8], "little")
     if len(body) < 8 or size > MOST_HEADER or size > len(body) - 8:
-        raise SpecError("the body is no safetensors: its header is cut short", field="body", code="invalid_tensors")
+        raise SpecError("the body is not valid safetensors: its header is cut short", field="body", code="invalid_tensors")
     try:
         header = json.loads(body[8 : 8 + size])
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"the body is no safetensors: {error}", field="body", code="invalid_tensors") from error
+        raise SpecError(f"the body is not valid safetensors: {error}", field="body", code="invalid_tensors") from error
     if not isinstance(header, dict):
-        raise SpecError("the body is no safetensors: its header is no object", field="body", code="invalid_tensors")
+        raise SpecError("the body is not valid safetensors: its header is not an object", field="body", code="invalid_tensors")
     return header, body[8 + size :]
 
 

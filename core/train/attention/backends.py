@@ -105,7 +105,7 @@ def choose_attention(wanted: Wanted, arch: str, precision: Dtype, choice: Choice
 
 def _nothing(precision: Dtype) -> SpecError:
     return SpecError(
-        f"no form of attention computes rightly on this device in {precision}, as its self-test found",
+        f"no form of attention computes correctly on this device in {precision}, as its self-test found",
         field="training.attention",
     )
 

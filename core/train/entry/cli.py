@@ -166,7 +166,7 @@ def _follow(run_dir: Path, console: Console, *, as_json: bool) -> int:
             _report(run_dir, last, console, as_json=as_json)
             return EXIT_OK
         case code if code == EXIT_CHECKPOINTED:
-            console.print("stopped at a checkpoint; the same command goes on from there")
+            console.print("stopped at a checkpoint; the same command continues from there")
             return EXIT_CHECKPOINTED
         case code:
             message = last.get("message") or f"the trainer ended with {code}"
@@ -226,7 +226,7 @@ def _show(event: dict[str, Any], bar: Progress, task: TaskID, console: Console) 
         case "notice":
             console.print(f"notice: {event['message']}", markup=False)
         case "resumed":
-            console.print(f"going on from step {event['step']}", markup=False)
+            console.print(f"continuing from step {event['step']}", markup=False)
 
 
 def _report(run_dir: Path, event: dict[str, Any], console: Console, *, as_json: bool) -> None:

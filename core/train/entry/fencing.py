@@ -177,12 +177,12 @@ class _Heart:
         try:
             return heartbeat.held_at(line)
         except ValueError:
-            _fence(f"this is no heartbeat: {line[:40]!r}", self.on_fence)
+            _fence(f"this is not a heartbeat: {line[:40]!r}", self.on_fence)
 
 
 def _fence(why: str, on_fence: Callable[[], None] = lambda: None) -> NoReturn:
     # Not sys.stderr: its lock may be held by the thread we are about to cut off.
-    os.write(2, f"fenced: {why}; nobody owns this attempt any more\n".encode())
+    os.write(2, f"fenced: {why}; this attempt has no owner any more\n".encode())
     on_fence()
     os._exit(EXIT_FENCED)
 

@@ -71,7 +71,7 @@ def located(source: FileSource | PathSource | HubDataset, field: str) -> tuple[l
         case PathSource(path=path):
             absolute = Path(path).expanduser().absolute()
             if not absolute.is_file():
-                raise DataError(f"{path} is no file", field=field)
+                raise DataError(f"{path} is not a file", field=field)
             return [absolute], {}
         case FileSource() | HubDataset():
             raise DataError("without a server a data file is named by its path", field=field)

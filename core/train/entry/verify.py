@@ -101,7 +101,7 @@ def attempts(job: str) -> list[Path]:
         if found:
             return found
     raise SpecError(
-        f"{job} is no folder with {ORDER_FILE}, and {root} has no such job: run this on the box that trained it, with "
+        f"{job} is not a folder with {ORDER_FILE}, and {root} has no such job: run this on the box that trained it, with "
         "the same EFT_DATA",
         field="job",
     )

@@ -18,9 +18,9 @@ def load_best_model(
     run: Run, engine: Engine, stage: Stage, evaluations: Sequence[Mapping[str, float]]
 ) -> dict[str, Any] | None:
     """Load the best weights, if that is wanted and they are not those of the last step. Part of the job's result:
-    {"step", "metric", "value", "restored": the weights handed back are those of that step}; None without evaluations.
+    {"step", "metric", "value", "restored": the exported weights are those of that step}; None without evaluations.
 
-    A notice reports weights that are gone or damaged; those of the last step are handed back then.
+    A notice reports weights that are gone or damaged; those of the last step are exported then.
     """
     spec = run.evaluation
     best = early_stopping(evaluations, spec, stage).best
@@ -37,12 +37,12 @@ def load_best_model(
             continue
         if (fault := store.fault(folder)) is None:
             engine.load_weights(folder)
-            words = f"the weights handed back are those after step {step}, the best by {metric}"
+            words = f"the exported weights are those after step {step}, the best by {metric}"
             if step == 0:
                 words += ": nothing that was trained is better than the untrained model"
             run.notice("best_restored", words)
             return found | {"restored": True}
         wrong = fault
     words = f"the weights after step {step}, the best by {metric}, cannot be read ({wrong})"
-    run.notice("best_missing", f"{words}; those of the last step are handed back")
+    run.notice("best_missing", f"{words}; those of the last step are exported")
     return found

@@ -133,7 +133,7 @@ def _adapter_words(method: LoRA | QLoRA | OFT) -> str:
         case OFT(r=r):
             return f"OFT, {r} blocks"
         case LoRA(r=r, lora_alpha=alpha) | QLoRA(r=r, lora_alpha=alpha):
-            began = f", initialised by `{method.init_lora_weights}` and handed back with rank {2 * r}"
+            began = f", initialised by `{method.init_lora_weights}` and exported with rank {2 * r}"
             words = f"{'DoRA' if method.use_dora else 'LoRA'}, rank {r}, alpha {alpha:g}"
             return words + (began if method.started else "")
         case _ as never:

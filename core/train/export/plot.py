@@ -44,7 +44,7 @@ def plot_loss(
         if at[0] == 0 and len(at) > 1:
             axes.axhline(held_out[0], color="tab:gray", linestyle=":", linewidth=1.0, label="base model, held out")
         if chosen in at:
-            axes.plot(chosen, held_out[at.index(chosen)], "*", color="tab:red", markersize=13, label="handed back")
+            axes.plot(chosen, held_out[at.index(chosen)], "*", color="tab:red", markersize=13, label="exported")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss (mean over {unit})")
     axes.set_ylim(bottom=0)

@@ -114,7 +114,7 @@ def _bounds(part: str, count: Callable[[], int], field: str) -> tuple[int, int]:
         try:
             (found,) = datasets.ReadInstruction.from_spec(f"rows[{part}]").to_absolute({"rows": rows})
         except (ValueError, AssertionError) as error:
-            words = f"`[{part}]` is no slice of {rows} rows: {error}"
+            words = f"`[{part}]` is not a slice of {rows} rows: {error}"
             raise DataError(words, field=f"{field}.split", code="dataset_not_found") from error
     return found.from_ or 0, rows if found.to is None else found.to
 

@@ -172,7 +172,7 @@ def _routers(model: nn.Module) -> tuple[list[nn.Module], int]:
         raise ValueError("it has no routers whose logits transformers records")
     function: Any = getattr(sys.modules[type(base).__module__], "load_balancing_loss_func", None)
     if function is None or tuple(inspect.signature(function).parameters) != ARGUMENTS:
-        raise ValueError(f"{type(base).__name__} has a balance of its own")
+        raise ValueError(f"{type(base).__name__} has its own load balancing")
     recorder = _recorder(base)
     if isinstance(recorder, list) or recorder.index != 0:
         raise ValueError(f"the routers of {type(base).__name__} are of another form")

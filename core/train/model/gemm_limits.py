@@ -2,7 +2,7 @@
 `Limits`).
 
 LoRA's narrow operands are padded with zeros where they must be: zero rows of A and zero columns of B add nothing, and
-the gradient of what is trained is cut out of the padded one. Products of more rows than the libraries compute rightly
+the gradient of what is trained is cut out of the padded one. Products of more rows than the libraries compute correctly
 are made in parts (core/train/kernels/row_split.py), through the same operators.
 """
 
@@ -129,7 +129,7 @@ def _require_layers(model: nn.Module, field: str) -> None:
         own = [] if isinstance(module, _ConvNd) else module.parameters(recurse=False)
         if any(parameter.dim() > 2 for parameter in own):
             raise SpecError(
-                f"the products of {name} (fused experts) would be larger than this card's libraries compute rightly "
+                f"the products of {name} (fused experts) would be larger than this card's libraries compute correctly "
                 "(docs/hardware.md), and cannot be made in parts; take a smaller micro-batch with more "
                 "gradient_accumulation_steps",
                 field=field,

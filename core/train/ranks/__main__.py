@@ -20,7 +20,7 @@ def main() -> int:
     try:
         rank_env = RankEnv.from_environ()
     except (KeyError, ValueError) as error:
-        print(f"this is no rank ({error!r}); start `python -m core.train RUN_DIR`", file=sys.stderr)
+        print(f"this is not a rank ({error!r}); start `python -m core.train RUN_DIR`", file=sys.stderr)
         return 2
     stop = arm_rank(rank_env.launcher, rank_env.fence_seconds, rank_env.held_at)
     for name, value in LOOPBACK.items():

@@ -146,7 +146,7 @@ def _compiled(source: str, constants: dict[str, Any], field: str, name: str, *, 
     except TemplateError as error:
         lineno = getattr(error, "lineno", None)
         where = f" (its line {lineno})" if lineno else ""
-        raise SpecError(f"{name} is no template: {error}{where}", field=field) from error
+        raise SpecError(f"{name} is not a template: {error}{where}", field=field) from error
 
 
 def _own_source(tokenizer: Any) -> str | None:

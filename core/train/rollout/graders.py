@@ -206,11 +206,11 @@ def tokens_of(path: str | None) -> Mapping[str, str]:
     if not isinstance(found, dict) or not all(
         isinstance(one, str) and one.isascii() and one.isprintable() for one in found.values()
     ):
-        raise NoTokens(f"{why} is no JSON object of tokens by origin", field="stage.reward")
+        raise NoTokens(f"{why} is not a JSON object of tokens by origin", field="stage.reward")
     tokens = {}
     for url, token in found.items():
         try:
             tokens[parse(url).origin] = token
         except NotAllowed as error:
-            raise NoTokens(f"{why} has a name that is no origin: {error}", field="stage.reward") from error
+            raise NoTokens(f"{why} has a name that is not an origin: {error}", field="stage.reward") from error
     return tokens

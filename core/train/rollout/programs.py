@@ -175,7 +175,7 @@ def refuse_unreadable(
         if odd:
             shown = next(_expected(reward, columns) for line, columns in rows if line == odd[0])
             raise DataError(
-                f"the reward `math` reads the column `{reward.column}`, which is no mathematics that can be read in "
+                f"the reward `math` reads the column `{reward.column}`, which is not mathematics that can be read in "
                 f"{name_rows(odd)} (there {shown[:100]!r}); write it as LaTeX, words as \\text{{…}}, or in a text "
                 "as \\boxed{…}, or use the reward `exact`",
                 field="stage.reward",

@@ -97,7 +97,7 @@ class Scorer:
         for ids in rendered:
             score: Value = ids if isinstance(ids, str) else scores[ids]
             if isinstance(score, float) and not np.isfinite(score):
-                score = f"the reward model gives {score}, which is no finite number"
+                score = f"the reward model gives {score}, which is not a finite number"
             found.append(score)
         return found
 

@@ -103,7 +103,7 @@ class SessionAdapter:
             raise BadOperation("there are no gradients: call `forward_backward` before `step`", code="no_gradients")
         if not bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all()):
             engine.zero_grad()
-            raise BadOperation("a gradient is no finite number; the window was dropped", code="diverged")
+            raise BadOperation("a gradient is not a finite number; the window was dropped", code="diverged")
         engine.schedule = lambda step: asked.learning_rate
         engine.max_grad_norm = asked.max_grad_norm
         with _options(engine.optimizer, asked):

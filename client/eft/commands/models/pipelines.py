@@ -158,7 +158,7 @@ def cancel_pipeline(pipeline: PipelineArgument, url: UrlOption = None, as_json: 
 @app.command("retry")
 @manual(
     examples=[
-        ("eft pipelines retry pipe-01kar3v8x5m2h6n9qst4wyz0bc", "Go on where it ended."),
+        ("eft pipelines retry pipe-01kar3v8x5m2h6n9qst4wyz0bc", "Continue where it ended."),
         ("eft pipelines retry pipe-01kar3v8x5m2h6n9qst4wyz0bc --from intents", "Begin a step anew."),
     ]
 )

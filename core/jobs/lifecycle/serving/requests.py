@@ -129,7 +129,7 @@ def look(session: Session, number: str, seen: int) -> SeenRequest:
         .where(CompletionRow.id == number)
     ).one_or_none()
     if row is None:
-        raise Interrupted("the request was dropped: nobody seemed to wait for it")
+        raise Interrupted("the request was dropped: no client seemed to wait for it")
     query = select(CompletionPiece).where(CompletionPiece.completion_id == number, CompletionPiece.number > seen)
     lots = session.execute(query.order_by(CompletionPiece.number)).scalars().all()
     found: list[dict[str, Any]] = [one for lot in lots for one in lot.content]

@@ -119,7 +119,7 @@ def _accepted(session: Session, session_id: str, model: str, seq: int, sha256: s
         )
     ).scalar_one_or_none()
     if known is not None and known.sha256 != sha256:
-        words = f"operation {seq} of model `{model}` was another one: a number stands for one operation for ever"
+        words = f"operation {seq} of model `{model}` was a different one: a number always stands for the same operation"
         raise Conflict(words, field="seq", code="session_seq_reused")
     return known
 

@@ -112,7 +112,7 @@ def statuses(words: Sequence[str]) -> list[Status]:
     if (odd := next((word for word in words if word not in known), None)) is not None:
         shown = ", ".join(STATUSES)
         raise SpecError(
-            f"`{odd[:30]}` is no state of a session; there are {shown}", field="status", code="invalid_value"
+            f"`{odd[:30]}` is not a state of a session; there are {shown}", field="status", code="invalid_value"
         )
     return [known[word] for word in words]
 

@@ -85,7 +85,7 @@ def _apply(
             value, place = comparison.values[job_id], ranked.index(job_id) + 1
             why = (
                 f"stopped early by its sweep: {sweep.spec['metric']} {value:.4g} at step {comparison.step} was number "
-                f"{place} of {len(ranked)}, and the best {len(comparison.kept)} go on"
+                f"{place} of {len(ranked)}, and the best {len(comparison.kept)} continue"
             )
             _try(submit.cancel, session, actor, job_id, why)
     still = []
@@ -93,11 +93,11 @@ def _apply(
         if job_id in comparison.kept and states[job_id] is Status.PAUSING:
             still.append(job_id)  # it is writing its checkpoint; looked at again
         elif job_id in comparison.kept and states[job_id] is Status.PAUSED:
-            _try(submit.resume, session, actor, job_id, f"goes on: among the best at step {comparison.step}")
+            _try(submit.resume, session, actor, job_id, f"continues: among the best at step {comparison.step}")
     if still:
         return  # the comparison is made once all of them can go on
     made = {"step": comparison.step, "values": comparison.values, "stopped": list(comparison.stopped)}
-    words = f"compared {len(ranked)} runs at step {comparison.step}: {len(comparison.kept)} go on"
+    words = f"compared {len(ranked)} runs at step {comparison.step}: {len(comparison.kept)} continue"
     _write(session, sweep, rungs=[*sweep.rungs, made], waiting=[], reason=words)
 
 

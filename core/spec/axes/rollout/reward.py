@@ -245,7 +245,7 @@ class ModelReward(RewardTerm):
     @model_validator(mode="after")
     def _no_adapter_to_use(self) -> ModelReward:
         if isinstance(self.model, JobModel | RegistryModel) and self.model.adapter is not None:
-            raise ValueError("a reward model is taken as it was handed back: remove `model.adapter`")
+            raise ValueError("a reward model is used as it is: remove `model.adapter`")
         return self
 
 

@@ -173,6 +173,6 @@ class FileBlocks:
 def _lost(path: Path, why: str) -> BlocksLost:
     return BlocksLost(
         f"the frozen blocks can no longer be read from {path} ({why}): the data root's disk is gone or the file was "
-        "changed; the job goes on from its last checkpoint once the disk is back (retry it)",
+        "changed; the job continues from its last checkpoint once the disk is back (retry it)",
         field=FIELD,
     )
