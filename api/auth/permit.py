@@ -42,7 +42,8 @@ def forbidden(session: Session, principal: Principal, missing: Lacking) -> Forbi
         case "no box admin":
             whom = _names(people.admins(session, None), "an admin of the box")
             return Forbidden(
-                f"only admins of the box can do this, and `{principal.user_name}` is not one: ask {whom}", code="box_admin_only"
+                f"only admins of the box can do this, and `{principal.user_name}` is not one: ask {whom}",
+                code="box_admin_only",
             )
         case Role():
             whom = _names(

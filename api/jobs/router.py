@@ -21,6 +21,7 @@ from api.http.errors import responses
 from api.http.once import Asked, answer, earlier
 from api.jobs import logs, schemas
 from api.jobs.artifact_reply import DOWNLOAD, artifact_reply
+from api.jobs.removal import Deletions
 from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
 from api.queue.schemas import place_view
 from api.queue.settings import queue_settings
@@ -216,14 +217,22 @@ async def change_job(request: Request, job_id: JobId, principal: Writing, app: A
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def delete_job(job_id: JobId, principal: Writing, app: App) -> Response:
-    """Delete an ended job: its run folder with checkpoints, artifacts and logs, and its events, metrics and spec.
+def delete_job(
+    job_id: JobId,
+    principal: Writing,
+    app: App,
+    dry_run: Annotated[bool, Query(description="Only say what would go, and what stands against it.")] = False,
+) -> Response:
+    """Delete an ended job: its run folder with checkpoints, artifacts and logs, its model with all exports, and its
+    events, metrics and spec.
 
     Its GPU time stays in `GET /usage`, uploaded files stay, and so do backups. Refused while the job has not ended,
-    and while a retry of it that has not succeeded may go on from its checkpoints. Asking twice is fine.
+    and while something needs it: a retry that has not succeeded, a running pipeline or sweep, a job that waits for it,
+    a model over its weights. With `dry_run` these are `obstacles`. Asking twice is fine.
     """
-    jobs = Jobs(app.database, app.settings, app.layout)
-    return JSONResponse(jobs.delete(principal, job_id, app.store))
+    deletions = Deletions(app.database, app.settings, app.layout, app.store)
+    goes = deletions.preview(principal, job_id) if dry_run else deletions.delete(principal, job_id)
+    return JSONResponse(schemas.removal_view(goes, deleted=not dry_run))
 
 
 @router.post(

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from api.http.body import Body
 from api.jobs import plan_schemas
+from api.jobs.removal import Deletion
 from api.view import view_of
 from core.base.attribute_docs import AttributeDocsModel
 from core.db.tables import Artifact, Job
-from core.jobs.lifecycle.deletion import Freed
 from core.spec.job import JobSpec, Note, Tags
 
 _ID = "job-01kar3v8x5m2h6n9qst4wyz0bc"
@@ -154,16 +154,45 @@ class FreedView(AttributeDocsModel):
     """Logs, events and records."""
 
 
+class ObstacleView(AttributeDocsModel):
+    """Why a job cannot be deleted now."""
+
+    code: str
+    by: str
+    """Id of what needs the job; of the job itself where it has not ended."""
+    message: str
+
+
 class JobDeleted(AttributeDocsModel):
-    """The job is gone, and so is all it has written."""
+    """What goes with a job, or with `dry_run` would go."""
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"id": _ID, "deleted": True, "freed_bytes": _FREED}]},
+        json_schema_extra={
+            "examples": [
+                {
+                    "id": _ID,
+                    "name": "intents",
+                    "deleted": True,
+                    "freed_bytes": _FREED,
+                    "model": _ID.replace("job", "model"),
+                    "exports": ["gguf"],
+                    "obstacles": [],
+                }
+            ]
+        },
     )
     id: str
+    name: str | None
     deleted: bool
+    """False with `dry_run`."""
     freed_bytes: FreedView
     """Zeros where it was deleted before."""
+    model: str | None
+    """Its entry in the registry, which goes too."""
+    exports: list[str]
+    """Folders of exported formats of that model."""
+    obstacles: list[ObstacleView]
+    """With `dry_run`: why the job cannot be deleted now. Empty where it can."""
 
 
 class JobChange(Body):
@@ -284,8 +313,16 @@ def job_view(
     )
 
 
-def deleted_view(job_id: str, freed: Freed) -> dict[str, Any]:
-    return {"id": job_id, "deleted": True, "freed_bytes": asdict(freed)}
+def removal_view(removal: Deletion, *, deleted: bool) -> dict[str, Any]:
+    return {
+        "id": removal.job_id,
+        "name": removal.name,
+        "deleted": deleted,
+        "freed_bytes": asdict(removal.freed),
+        "model": removal.model,
+        "exports": list(removal.exports),
+        "obstacles": [{"code": one.code, "by": one.by, "message": one.words} for one in removal.obstacles],
+    }
 
 
 def artifact_view(artifact: Artifact) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from api.checkpoints import beginning
 from api.errors import UnsupportedMediaType, printable
 from api.http import idempotency
 from api.jobs import advice, after, plan
-from api.jobs.schemas import deleted_view, job_view
+from api.jobs.schemas import job_view
 from api.jobs.sizing import sized
 from api.notices import service as webhooks
 from core.db.engine import Database
@@ -26,14 +26,11 @@ from core.db.tables import File
 from core.errors import Fault, NotFound, SpecError
 from core.jobs.admission import auto_method, parents
 from core.jobs.admission.rollouts import reward_models, trials
-from core.jobs.lifecycle import deletion, retention
-from core.jobs.lifecycle.registry import exports
 from core.jobs.lifecycle.submit import Actor, find, retry, submit
 from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
 from core.jobs.views import handles, queries
 from core.plan.compatibility import check
-from core.removal import delete_tree, set_aside
 from core.settings import Settings
 from core.spec import hints
 from core.spec.axes.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
@@ -44,7 +41,6 @@ from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
-from core.storage.store import Store
 
 JSON_TYPES = ("application/json",)
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
@@ -175,31 +171,6 @@ class Jobs:
         again = retry(session, actor, job_id, limits, max_runtime_seconds=max_runtime_seconds)
         self.hold_files(session, actor, JobSpec.model_validate(again.spec))
         return job_view(again, training_attempts=0)
-
-    def delete(self, actor: Actor, job_id: str, store: Store) -> dict[str, Any]:
-        """Delete an ended job with all it has written. Raises NotFound, Conflict."""
-        half_life = self._settings.fairshare_half_life_hours * 3600.0
-        with self._database.read() as session:
-            job = deletion.require(session, actor, job_id)
-            runs = [job_id, *(() if job is None else (export.id for export in exports.of_job(session, job)))]
-        freed = deletion.Freed.of(entry for run in runs for entry in store.tree(f"runs/{run}"))
-        aside: list[tuple[Path, Path]] = []
-        try:
-            with self._database.write() as session:
-                if not deletion.remove(session, actor, job_id, freed, half_life):
-                    freed = deletion.Freed()
-                for folder in [] if self._settings.is_remote else map(self._layout.job, runs):
-                    if folder.is_dir():
-                        aside.append((folder, set_aside(folder, retention.ASIDE)))
-        except BaseException:
-            for folder, there in aside:  # the transaction failed at its end: the job is still there
-                there.rename(folder)
-            raise
-        for _, there in aside:
-            delete_tree(there)
-        for run in runs if self._settings.is_remote else ():
-            store.discard(f"runs/{run}")
-        return deleted_view(job_id, freed)
 
     def _refuse_what_fits_nowhere(self, actor: Actor, spec: JobSpec) -> None:
         """Raises SpecError where it is known that no node can take it, now or later."""

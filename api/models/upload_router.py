@@ -109,10 +109,8 @@ async def upload_model(request: Request, principal: Writing, app: App, once: Ask
 def _enter(app: AppState, principal: Principal, once: Any, upload: ModelUpload, fields: dict[str, str]) -> Response:
     name = fields.get("name")
     if name is not None and not _NAME.fullmatch(name):
-        words = (
-            f"`{printable(name)}` is not a name: letters, digits, space, dot, dash and underscore, at most 100 characters"
-        )
-        raise BadRequest(words, field="name")
+        words = f"`{printable(name)}` is not a name: letters, digits, space, dot, dash and underscore, at most 100"
+        raise BadRequest(f"{words} characters", field="name")
     found = upload.check()
     over = None
     if found.kind == "adapter":

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-FILE = "<reward>"
+FILE = "<function>"
 """Name of the user's source in tracebacks."""
 MOST_FRAMES = 20
 

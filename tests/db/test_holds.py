@@ -272,7 +272,7 @@ WORDS: dict[str, tuple[Setup, str, str]] = {
     "its time": (
         lambda lab: [lab.job("a"), _later(lab)],
         "later",
-        r"retried after a fault; tried again at .* UTC",
+        r"retried after a fault; next retry at .* UTC",
     ),
     "no worker": (
         lambda lab: [lab.job("a"), _silence(lab)],

@@ -129,6 +129,9 @@ def test_the_worse_runs_stop_at_a_comparison_and_the_others_go_on(database: Data
             "stopped early by its sweep: eval_loss 3 at step 2 was number 3 of 4, and the best 2 continue"
         )
     end(database, last, Requeued("stopped"))
+    with database.read() as session:
+        why = session.get_one(Job, jobs[3]).reason
+        assert why.startswith("stopped early by its sweep: eval_loss 4 at step 2"), "also once its trainer has ended"
     token = start(database, 5)
     assert token.job_id == jobs[1] and turn(database) == [False]
     end(database, token, figures(0.5))

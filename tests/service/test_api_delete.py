@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,21 @@ def test_it_is_gone_and_says_what_that_freed(api: Any) -> None:
     running, token = api.start_job()
     reply = api.http.delete(f"/jobs/{running}")
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "not_ended")
+    asked = api.http.delete(f"/jobs/{running}", params={"dry_run": True})
+    assert [one["code"] for one in asked.json()["obstacles"]] == ["not_ended"] and asked.status_code == 200
     api.end(token, Failed("user", "x", "y"))
 
+    goes = {"id": job_id, "name": None, "freed_bytes": SIZES, "model": None, "exports": [], "obstacles": []}
+    assert api.http.delete(f"/jobs/{job_id}", params={"dry_run": True}).json() == goes | {"deleted": False}
+    assert folder.exists() and api.http.get(f"/jobs/{job_id}").status_code == 200
     reply = api.http.delete(f"/jobs/{job_id}")
-    assert reply.json() == {"id": job_id, "deleted": True, "freed_bytes": SIZES}
+    assert reply.json() == goes | {"deleted": True}
     assert not folder.exists() and not list(folder.parent.glob(".gone-*"))
     for path in ("", "/events", "/metrics", "/logs", "/artifacts", "/artifacts/a.bin"):
         assert api.http.get(f"/jobs/{job_id}{path}").status_code == 404, path
     assert job_id not in api.http.get("/jobs", params={"limit": 200}).text
     again = api.http.delete(f"/jobs/{job_id}")
-    assert again.json() == {"id": job_id, "deleted": True, "freed_bytes": dict.fromkeys(SIZES, 0)}
+    assert again.json() == goes | {"deleted": True, "freed_bytes": dict.fromkeys(SIZES, 0)}
     assert api.client("strangers").delete(f"/jobs/{job_id}").status_code == 404
 
 
@@ -62,15 +68,24 @@ def test_a_key_that_made_a_deleted_job(api: Any) -> None:
 
 
 def test_from_the_command_line(api: Any) -> None:
-    """A retry goes before what it is a retry of, however they are named."""
-    first, _ = ended(api, Failed("user", "x", "y"))
+    """A retry goes before what it is a retry of, however they are named. Nothing goes before somebody has said yes, and
+    nothing at all while something needs one of the jobs."""
+    first, folder = ended(api, Failed("user", "x", "y"))
     second = api.http.post(f"/jobs/{first}/retry").json()["id"]
-    refused = eft(api, "delete", second)
-    assert refused.returncode != 0 and "is queued; only an ended job can be deleted" in refused.stderr
+    refused = eft(api, "delete", first, second, "--yes")
+    assert refused.returncode == 2 and "is queued; only an ended job can be deleted" in refused.stderr
+    alone = eft(api, "delete", first, "--yes")
+    assert alone.returncode == 2 and f"`{second}` may continue from checkpoints of this job" in alone.stderr
     api.http.post(f"/jobs/{second}/cancel")
-    done = eft(api, "delete", first, second)
+    unasked = eft(api, "delete", first, second)
+    assert unasked.returncode == 2 and "--yes deletes without asking" in unasked.stderr
+    assert f"{first}: 5.3 kB would be freed (checkpoints 5.0 kB, artifacts 300 B)" in unasked.stderr
+    shown = eft(api, "delete", first, second, "--dry-run", "--json")
+    assert [json.loads(line)["deleted"] for line in shown.stdout.splitlines()] == [False, False], shown.stderr
+    assert folder.exists(), "nothing of that has deleted anything"
+    done = eft(api, "delete", first, second, "--yes")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        f"{second} deleted: it had left nothing on the disk",
+        f"{second} deleted: it has left nothing on the disk",
         f"{first} deleted: 5.3 kB freed (checkpoints 5.0 kB, artifacts 300 B)",
     ]

@@ -55,6 +55,8 @@ def test_what_means_several_lists_them(api: Api) -> None:
 def test_what_means_nothing_is_not_found(api: Api, handle: str) -> None:
     reply = api.http.get(f"/jobs/{handle}")
     assert reply.status_code == 404 and "there is no job" in reply.text, reply.text
+    short = len(handle.removeprefix("job-")) < 4
+    assert ("needs at least 4 characters after `job-`" in reply.text) is short, "says why a prefix found nothing"
 
 
 def test_another_projects_job_has_no_handle_here(api: Api) -> None:
@@ -86,7 +88,7 @@ def test_the_command_keeps_to_one_job(api: Api, tmp_path: Any) -> None:
         assert said.returncode == 0, (verb, said.stderr)
     waited = call("check", "last", "--wait", "--json")
     assert waited.returncode == 0 and json.loads(waited.stdout)["id"] == job
-    assert call("delete", "Ended one").stdout.startswith(f"{job} deleted")
+    assert call("delete", "Ended one", "--yes").stdout.startswith(f"{job} deleted")
     gone = call("show", "Ended one")
     assert gone.returncode == 6 and "Ended one" in gone.stderr
     assert call("show", "a/b").returncode == 2

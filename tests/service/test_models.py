@@ -277,6 +277,22 @@ def test_from_the_command_line(api: Api, tmp_path: Path) -> None:
 # --- eft push --------------------------------------------------------------------------------------
 
 WEIGHTS = bytes(range(256)) * 64
+
+
+def test_the_deletion_of_a_job_says_before_that_its_model_goes(api: Api) -> None:
+    model = made(api, name="Goes with its job")
+    job = model.replace("model", "job")
+    goes = api.http.delete(f"/jobs/{job}", params={"dry_run": True}).json()
+    assert (goes["name"], goes["model"]) == ("Goes with its job", model)
+    assert goes["exports"] == [one["folder"] for one in EXPORTS]
+    assert goes["freed_bytes"]["artifacts"] == sum(map(len, FILES.values()))
+    said = eft(api, "delete", job, "--dry-run")
+    assert said.returncode == 0 and f"its model {model} with gguf-Q8_0, withheld/gguf-Q4_K_M goes too" in said.stdout
+    assert api.http.get(f"/models/{model}").status_code == 200
+    assert api.http.delete(f"/jobs/{job}").json() == goes | {"deleted": True}
+    assert api.http.get(f"/models/{model}").status_code == 404
+
+
 PUSHED = {
     "adapter/adapter_model.safetensors": WEIGHTS,
     "adapter/adapter_config.json": json.dumps({"base_model_name_or_path": "/data/models/base"}).encode(),
@@ -297,6 +313,8 @@ def test_a_push_is_one_commit_and_a_second_one_sends_what_is_new(api: Api, tmp_p
     model = made(api, PUSHED, name="Pushed")
     with taking() as (hub, written):
         hub.secret = "hf_secret"
+        mirror = push(api, hub, tmp_path, "Pushed", "lab/voice", HF_HUB_DISABLE_XET="0")
+        assert mirror.returncode == 4 and "HF_HUB_DISABLE_XET=1 if it is a mirror without Xet" in mirror.stderr
         done = push(api, hub, tmp_path, "Pushed", "lab/voice")
         assert done.returncode == 0, done.stderr
         assert "names the local folder /data/models/base" in done.stderr

@@ -89,7 +89,8 @@ def _clock(database: Database) -> str:
         return ""
     return (
         f"this box's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the database's: jobs run "
-        "correctly, but times in their logs and curves are off by that; let the box set its clock (chrony or another NTP)"
+        "correctly, but times in their logs and curves are off by that; let the box set its clock (chrony or another "
+        "NTP)"
     )
 
 

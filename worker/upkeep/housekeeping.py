@@ -219,7 +219,9 @@ class Housekeeper:
             old = requests.has_old(session)
         if old:
             with self._database.write() as session:
-                log.info("dropped %d request(s) to served models that no client waits for", requests.forget_old(session))
+                log.info(
+                    "dropped %d request(s) to served models that no client waits for", requests.forget_old(session)
+                )
         return True
 
     def _clear(self) -> bool:

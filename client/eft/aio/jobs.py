@@ -115,9 +115,11 @@ class AsyncJobs:
         body = {name: value for name, value in given.items() if value is not None}
         return Job.parse(await self._transport.json("PATCH", paths.job(job_id), body=body, idempotent=True))
 
-    async def delete(self, job_id: str) -> dict[str, Any]:
-        """Delete a job that has ended, with checkpoints, artifacts, logs and spec; `freed_bytes` says how much went."""
-        answer: dict[str, Any] = await self._transport.json("DELETE", paths.job(job_id), idempotent=True)
+    async def delete(self, job_id: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """Delete a job that has ended, with checkpoints, artifacts, model, logs and spec; `freed_bytes` says how much
+        went. With `dry_run`: how much would go, and in `obstacles` why the job cannot be deleted now."""
+        params: dict[str, Param] = {"dry_run": "true" if dry_run else None}
+        answer: dict[str, Any] = await self._transport.json("DELETE", paths.job(job_id), params=params, idempotent=True)
         return answer
 
     async def _ask(self, job_id: str, verb: str) -> Job:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -317,31 +318,71 @@ def cancel(
 
 @manual(
     examples=[
-        ("eft delete job-01kar3v8x5m2h6n9qst4wyz0bc", "Delete it with all its data."),
-        ("eft ls --status failed --json | jq -r '.data[].id' | xargs eft delete", "List failed jobs."),
+        ("eft delete job-01kar3v8x5m2h6n9qst4wyz0bc", "Say what goes with it, ask, and delete it."),
+        ("eft delete last --dry-run", "Only say what it would free, and what needs it."),
+        (
+            "eft ls --status failed --json | jq -r '.data[].id' | xargs eft delete --yes",
+            "Delete failed jobs without a question.",
+        ),
     ]
 )
-def delete(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Delete ended jobs with their checkpoints, adapters, models, logs, metrics and specs. Only a backup can restore
-    them. Uploaded files and the record of GPU time stay. Retries are deleted before the jobs that they retry, in
-    whatever order they are named."""
+def delete(
+    job_ids: JobArguments,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete ended jobs with their checkpoints, adapters, models, logs, metrics and specs, after saying what that frees
+    and asking. Only a backup can restore them. Uploaded files and the record of GPU time stay. Nothing is deleted while
+    something needs one of the jobs. Retries are deleted before the jobs that they retry, in whatever order they are
+    named."""
     with session(as_json, url) as (client, output):
-        for job_id in sorted(
-            {job_id_of(client, job_id) for job_id in job_ids}, reverse=True
-        ):  # ids grow with time, and a retry is younger
+        # Ids grow with time, and a retry is younger.
+        ids = sorted({job_id_of(client, job_id) for job_id in job_ids}, reverse=True)
+        previews = [client.delete(job_id, dry_run=True) for job_id in ids]
+        for one in previews:
+            if dry_run:
+                output.json(one) if as_json else output.text(f"{_would_go(one)}\n")
+            elif not (as_json or yes):
+                output.note(_would_go(one))
+        needed = [
+            f"{one['id']}: {obstacle['message']}"
+            for one in previews
+            for obstacle in one["obstacles"]
+            if obstacle["code"] == "not_ended" or obstacle["by"] not in ids
+        ]
+        if needed:
+            raise UsageFault("\n  ".join(["nothing can be deleted" if dry_run else "nothing was deleted", *needed]))
+        if dry_run:
+            return
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UsageFault("nothing was deleted: there is no terminal to ask on; --yes deletes without asking")
+            if not typer.confirm(f"Delete {'it' if len(ids) == 1 else f'these {len(ids)} jobs'} for good?", err=True):
+                output.note("nothing was deleted")
+                raise typer.Exit(ExitCode.INTERRUPTED)
+        for job_id in ids:
             answer = client.delete(job_id)
-            if as_json:
-                output.json(answer)
-            else:
-                output.text(f"{job_id} deleted: {_freed(answer['freed_bytes'])}\n")
+            output.json(answer) if as_json else output.text(f"{job_id} deleted: {_freed(answer['freed_bytes'])}\n")
 
 
-def _freed(count: dict[str, int]) -> str:
+def _would_go(preview: dict[str, Any]) -> str:
+    """A job, and what its deletion frees."""
+    name = f" ({preview['name']})" if preview["name"] else ""
+    words = f"{preview['id']}{name}: {_freed(preview['freed_bytes'], 'would be freed')}"
+    if preview["model"] is None:
+        return words
+    formats = f" with {', '.join(preview['exports'])}" if preview["exports"] else ""
+    return f"{words}; its model {preview['model']}{formats} goes too"
+
+
+def _freed(count: dict[str, int], verb: str = "freed") -> str:
     parts = [f"{name} {size(number)}" for name, number in count.items() if number and name != "other"]
     total = sum(count.values())
     if not total:
-        return "it had left nothing on the disk"
-    return f"{size(total)} freed" + (f" ({', '.join(parts)})" if parts else "")
+        return "it has left nothing on the disk"
+    return f"{size(total)} {verb}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _tell_status(output: Output, job: Job) -> None:

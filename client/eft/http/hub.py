@@ -78,5 +78,11 @@ class HubRepository:
             raise ApiError(f"the hub refused {self.repo}: {words}", status=status, code="hub") from error
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: a transfer of a file that broke off
             raise Unreachable(f"the hub ({self._api.endpoint}) did not take it: {error}; push again") from error
+        except OSError as error:
+            if error.filename is not None:  # a file of this machine
+                raise
+            # What hf_xet says of its transfers. A mirror may know only Git LFS.
+            words = f"the hub ({self._api.endpoint}) did not take it: {error}; push again, with HF_HUB_DISABLE_XET=1"
+            raise Unreachable(f"{words} if it is a mirror without Xet") from error
         except ValueError as error:  # the id of the repository, or metadata of the model card
             raise LocalError(f"{self.repo} cannot be pushed: {error}") from error

@@ -116,9 +116,11 @@ class Jobs:
         body = {name: value for name, value in given.items() if value is not None}
         return Job.parse(self._transport.json("PATCH", paths.job(job_id), body=body, idempotent=True))
 
-    def delete(self, job_id: str) -> dict[str, Any]:
-        """Delete a job that has ended, with checkpoints, artifacts, logs and spec; `freed_bytes` says how much went."""
-        answer: dict[str, Any] = self._transport.json("DELETE", paths.job(job_id), idempotent=True)
+    def delete(self, job_id: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """Delete a job that has ended, with checkpoints, artifacts, model, logs and spec; `freed_bytes` says how much
+        went. With `dry_run`: how much would go, and in `obstacles` why the job cannot be deleted now."""
+        params: dict[str, Param] = {"dry_run": "true" if dry_run else None}
+        answer: dict[str, Any] = self._transport.json("DELETE", paths.job(job_id), params=params, idempotent=True)
         return answer
 
     def _ask(self, job_id: str, verb: str) -> Job:
@@ -145,7 +147,7 @@ class Jobs:
         return found
 
     def samples(self, job_id: str, *, step: int | None = None) -> dict[str, Any]:
-        """What the model answered after a step (default: the weights handed back), beside the untrained model."""
+        """What the model answered after a step (default: that of the exported weights), beside the untrained model."""
         params: dict[str, Param] = {"step": step}
         answer: dict[str, Any] = self._transport.json("GET", f"{paths.job(job_id)}/samples", params=params)
         return answer

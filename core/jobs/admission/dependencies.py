@@ -123,14 +123,14 @@ def words(session: Session, job_id: str) -> str:
     return f"waits for {', '.join(parts[:SHOWN])}{more}"
 
 
-def waits_for(session: Session, job_id: str) -> str | None:
-    """The oldest job that still waits for this one."""
+def waits_for(session: Session, job_id: str) -> Sequence[str]:
+    """Jobs that still wait for this one, oldest first."""
     query = (
         select(Job.id)
         .join(JobDependency, JobDependency.job_id == Job.id)
         .where(JobDependency.after_id == job_id, JobDependency.met_at.is_(None), text(AFTER_OTHERS))
     )
-    return session.execute(query.order_by(Job.id).limit(1)).scalar_one_or_none()
+    return session.execute(query.order_by(Job.id)).scalars().all()
 
 
 def _unmet(session: Session, job_id: str) -> list[tuple[JobDependency, Status | None, str | None]]:

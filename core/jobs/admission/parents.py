@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +95,9 @@ def require(session: Session, project_id: str, chain: Mapping[str, Any], *, fiel
         raise refused(Fault("model_job_gone", words, field))
 
 
-def built_on(session: Session, job: Job) -> str | None:
-    """The newest job that needs what this one has handed back: it has not ended, or its adapter stands on a model into
-    which this one's was merged, or on these weights."""
+def built_on(session: Session, job: Job) -> Iterator[str]:
+    """Jobs that need what this one has handed back, newest first: one has not ended, or its adapter stands on a model
+    into which this one's was merged, or on these weights."""
     query = select(Job.id, Job.kind, Job.status, Job.chain, Job.spec, Job.settled).where(
         Job.project_id == job.project_id,
         Job.kind != "serving",
@@ -106,14 +106,14 @@ def built_on(session: Session, job: Job) -> str | None:
     )
     for child in session.execute(query.order_by(Job.id.desc())):
         if Status(child.status) not in FINAL:
-            return str(child.id)
+            yield str(child.id)
+            continue
         if Status(child.status) is not Status.SUCCEEDED or child.kind not in MADE_BY:
             continue
         chain = ModelChain.model_validate(child.chain)
         beneath = [*chain.merges, *([] if chain.weights is None else [chain.weights])]
         if _trains_adapter(effective(child.spec, child.settled, {})) and any(one.job == job.id for one in beneath):
-            return str(child.id)
-    return None
+            yield str(child.id)
 
 
 def words_of_use(child: str, what: str) -> str:

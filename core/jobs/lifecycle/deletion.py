@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ from core.spec.run.folder import ARTIFACTS, CHECKPOINTS
 from core.storage.store import StoredObject
 
 DELETED = "job.delete"
+IN_USE = "job_in_use"
+MODEL = "this job's model"
 WAITS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 3 * 24 * 3600)
 """Seconds: the buckets in which waits for the first start are counted. `deleted_jobs` has their places: only append."""
 
@@ -65,6 +67,16 @@ class Freed:
         return cls(found[CHECKPOINTS], found[ARTIFACTS], found[""])
 
 
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a job cannot be deleted now."""
+
+    code: str
+    by: str
+    """Id of what needs the job: a job, export, model, pipeline or sweep; of the job itself where it has not ended."""
+    words: str
+
+
 def remove(session: Session, actor: Actor, job_id: str, freed: Freed, half_life: float) -> bool:
     """Delete an ended job's rows; its time stays in the books of usage. False: it was deleted before.
 
@@ -87,34 +99,45 @@ def remove(session: Session, actor: Actor, job_id: str, freed: Freed, half_life:
 
 
 def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job | None:
-    """The job, if it may be deleted; None: it was deleted before. Raises NotFound, Conflict."""
+    """The job, if it may be deleted; None: it was deleted before. Raises NotFound, and Conflict for the first of its
+    `obstacles`."""
+    job = look_up(session, actor, job_id, lock=lock)
+    if job is not None and (obstacle := next(obstacles(session, job), None)) is not None:
+        raise Conflict(obstacle.words, field="job_id", code=obstacle.code)
+    return job
+
+
+def look_up(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job | None:
+    """The job; None: it was deleted before. Raises NotFound."""
     try:
-        job = find(session, actor, job_id, lock=lock)
+        return find(session, actor, job_id, lock=lock)
     except NotFound:
         if _was_deleted(session, actor, job_id):
             return None
         raise
+
+
+def obstacles(session: Session, job: Job) -> Iterator[Obstacle]:
+    """Why the job cannot be deleted now: it has not ended, or something needs it."""
     if Status(job.status) not in FINAL:
         words = f"the job is {job.status}; only an ended job can be deleted: cancel it, or wait for its end"
-        raise Conflict(words, field="job_id", code="not_ended")
-    retry = _built_on(session, job)
-    if retry is not None:
+        yield Obstacle("not_ended", job.id, words)
+    for retry in _built_on(session, job):
         words = f"`{retry}` may continue from checkpoints of this job: delete `{retry}` first"
-        raise Conflict(words, field="job_id", code="job_in_use")
+        yield Obstacle(IN_USE, retry, words)
     if (pipeline := running_pipeline(session, job)) is not None:
         words = f"the job is a step of `{pipeline}`, which is running: cancel the pipeline, or wait for its end"
-        raise Conflict(words, field="job_id", code="job_in_use")
+        yield Obstacle(IN_USE, pipeline, words)
     if (sweep := _run_of(session, job)) is not None:
         words = f"the job is a run of `{sweep}`, which is running: cancel the sweep, or wait for its end"
-        raise Conflict(words, field="job_id", code="job_in_use")
-    if (waiting := dependencies.waits_for(session, job_id)) is not None:
+        yield Obstacle(IN_USE, sweep, words)
+    for waiting in dependencies.waits_for(session, job.id):
         words = f"`{waiting}` waits for this job: it can be deleted once `{waiting}` has started or was cancelled"
-        raise Conflict(words, field="job_id", code="job_in_use")
-    reward_models.require_unneeded(session, job, "this job's model", field="job_id", code="job_in_use")
-    child = parents.built_on(session, job)
-    if child is not None:
-        raise Conflict(parents.words_of_use(child, "this job's model"), field="job_id", code="job_in_use")
-    return job
+        yield Obstacle(IN_USE, waiting, words)
+    if (scored := reward_models.needed_by(session, job)) is not None:
+        yield Obstacle(IN_USE, scored, reward_models.words_of_use(scored, MODEL))
+    for child in parents.built_on(session, job):
+        yield Obstacle(IN_USE, child, parents.words_of_use(child, MODEL))
 
 
 def wait_bucket() -> ColumnElement[Any]:
@@ -151,14 +174,14 @@ def _was_deleted(session: Session, actor: Actor, job_id: str) -> bool:
     return session.execute(query.limit(1)).first() is not None
 
 
-def _built_on(session: Session, job: Job) -> str | None:
-    """The newest job that goes on from this job's checkpoints, or would if it was tried again."""
+def _built_on(session: Session, job: Job) -> Sequence[str]:
+    """Jobs that continue from this job's checkpoints, or would if they were tried again, newest first."""
     query = select(Job.id).where(
         Job.project_id == job.project_id,
         Job.status != Status.SUCCEEDED.value,
         cast(Job.resume_from, Text).contains(job.id),
     )
-    return session.execute(query.order_by(Job.id.desc()).limit(1)).scalar_one_or_none()
+    return session.execute(query.order_by(Job.id.desc())).scalars().all()
 
 
 def _run_of(session: Session, job: Job) -> str | None:

@@ -132,13 +132,15 @@ def finish(
 def _next(
     job: Job, kind: Kind, outcome: Outcome, policy: RetryPolicy
 ) -> tuple[Status, str, dict[str, Any], dict[str, Any]]:
-    """State, words, columns and event data that follow from an outcome."""
+    """State, words, columns and event data that follow from an outcome. A job that was asked to stop or to pause keeps
+    the reason of that: who asked, or what its sweep found."""
+    asked = job.reason
     if Status(job.status) is Status.STOPPING:
-        return Status.CANCELLED, "cancelled by its owner", {}, {}
+        return Status.CANCELLED, asked, {}, {}
     pausing = Status(job.status) is Status.PAUSING
     match outcome:
         case Succeeded() if kind == Kind.PREPARE and pausing:
-            return Status.PAUSED, "paused by its owner; its model is ready", _got_on | {"prepared": outcome.result}, {}
+            return Status.PAUSED, f"{asked}; its model is ready", _got_on | {"prepared": outcome.result}, {}
         case Succeeded() if kind == Kind.PREPARE:
             return Status.QUEUED, "its model is ready; waits for a slot", _got_on | {"prepared": outcome.result}, {}
         case Succeeded():
@@ -148,11 +150,11 @@ def _next(
         case Requeued() if pausing and kind == Kind.SESSION:
             return Status.PAUSED, "parked: the next operation brings it back", {}, {}
         case Requeued() if pausing:
-            return Status.PAUSED, "paused by its owner", {}, {}
+            return Status.PAUSED, asked, {}, {}
         case Requeued():
             return Status.QUEUED, f"waits to continue: {outcome.why}", {}, {}
         case NoRoom() if pausing:
-            return Status.PAUSED, f"paused by its owner; {outcome.why}", {"needs_bytes": outcome.needs_bytes}, {}
+            return Status.PAUSED, f"{asked}; {outcome.why}", {"needs_bytes": outcome.needs_bytes}, {}
         case NoRoom():
             return _no_room(job, outcome, policy)
         case Failed(failure="memory") if kind == Kind.TRAIN and (lighter := _lighter(job, outcome)) is not None:
@@ -160,7 +162,7 @@ def _next(
             data = {"failure": _failure(outcome), "adjusted": changes}
             values: dict[str, Any] = {"adjusted": {**(job.adjusted or {}), **changes}}
             if pausing:
-                return Status.PAUSED, f"paused by its owner; {reason}", values, data
+                return Status.PAUSED, f"{asked}; {reason}", values, data
             return Status.QUEUED, reason, values, data
         case Failed(failure="memory", field=steps.BATCH) if kind == Kind.TRAIN:
             failure = _failure(outcome) | {"message": _lightest(job)}
@@ -172,7 +174,7 @@ def _next(
             if outcome.failure == "machine" and failures <= policy.max_machine_failures:
                 again = {"prepared": null()} if outcome.prepare_again else {}
                 if pausing:
-                    words = f"paused by its owner, after a machine error ({why})"
+                    words = f"{asked}, after a machine error ({why})"
                     return Status.PAUSED, words, {"machine_failures": failures} | again, {"failure": failure}
                 wait = policy.backoff_seconds * 2 ** (failures - 1)
                 return (

@@ -233,7 +233,7 @@ class QueueExplainer:
                 self._settings.free, self._settings.reserve, row.needs_bytes or 0, self._settings.over
             )
         if row.not_before is not None and row.not_before > self.now:
-            return "later", f"{row.reason}; tried again at {clock(row.not_before, self.now)}"
+            return "later", f"{row.reason}; next retry at {clock(row.not_before, self.now)}"
         seats = self._fitting(phase, key)
         if not [seat for seat in self._seats if seat.state != "silent"]:
             return "no_worker", "no worker is running: start one with `eft worker` (`eft worker list` shows them)"

@@ -82,7 +82,10 @@ def resolve(session: Session, actor: Actor, kind: Handled, handle: str, *, field
     )
     match session.execute(query).all():
         case []:
-            raise NotFound(f"there is no {kind.word} `{handle[:60]}` in this project", field=field)
+            words = f"there is no {kind.word} `{handle[:60]}` in this project"
+            if len(_digits(kind, handle)) < SHORTEST:
+                words += f"; the beginning of an id needs at least {SHORTEST} characters after `{kind.prefix}-`"
+            raise NotFound(words, field=field)
         case [(found, _)]:
             return str(found)
         case several:
@@ -134,8 +137,12 @@ def named_model(session: Session, actor: Actor, model: Model, *, field: str = "m
 
 def _begins(kind: Handled, handle: str) -> ColumnElement[bool]:
     """The id begins so, with or without its kind. A range, since every collation sorts digits before letters."""
-    digits = handle.lower().removeprefix(f"{kind.prefix}-")
+    digits = _digits(kind, handle)
     if not SHORTEST <= len(digits) <= 26 or re.fullmatch(r"[0-9a-z]+", digits) is None:
         return false()
     first, last = (f"{kind.prefix}-{digits.ljust(26, filler)}" for filler in "0z")
     return and_(kind.id >= first, kind.id <= last)
+
+
+def _digits(kind: Handled, handle: str) -> str:
+    return handle.lower().removeprefix(f"{kind.prefix}-")

@@ -11,6 +11,7 @@ from core.errors import SpecError
 
 MEDIA_TYPE = "application/vnd.safetensors"
 MOST_HEADER = 1 << 20
+NOT_VALID = "the body is not valid safetensors"
 WHOLE = frozenset({"tokens", "lengths", "targets"})
 """Arrays of whole numbers; all others are float32."""
 _CODES = {"I32": "i", "F32": "f"}
@@ -50,13 +51,13 @@ def split(body: bytes) -> tuple[dict[str, Any], bytes]:
     """Header and data of a body. SpecError for anything else."""
     size = int.from_bytes(body[:8], "little")
     if len(body) < 8 or size > MOST_HEADER or size > len(body) - 8:
-        raise SpecError("the body is not valid safetensors: its header is cut short", field="body", code="invalid_tensors")
+        raise SpecError(f"{NOT_VALID}: its header is cut short", field="body", code="invalid_tensors")
     try:
         header = json.loads(body[8 : 8 + size])
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"the body is not valid safetensors: {error}", field="body", code="invalid_tensors") from error
+        raise SpecError(f"{NOT_VALID}: {error}", field="body", code="invalid_tensors") from error
     if not isinstance(header, dict):
-        raise SpecError("the body is not valid safetensors: its header is not an object", field="body", code="invalid_tensors")
+        raise SpecError(f"{NOT_VALID}: its header is not an object", field="body", code="invalid_tensors")
     return header, body[8 + size :]
 
 

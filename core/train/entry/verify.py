@@ -101,8 +101,8 @@ def attempts(job: str) -> list[Path]:
         if found:
             return found
     raise SpecError(
-        f"{job} is not a folder with {ORDER_FILE}, and {root} has no such job: run this on the box that trained it, with "
-        "the same EFT_DATA",
+        f"{job} is not a folder with {ORDER_FILE}, and {root} has no such job: run this on the box that trained it, "
+        "with the same EFT_DATA",
         field="job",
     )
 

@@ -103,7 +103,9 @@ def refuse_rows_without(rewards: Sequence[RewardArm], rows: Sequence[tuple[int, 
                 odd = [line for line, value in read if last_number(str(value)) is None]
                 _refuse(odd, f"{says} has no number in {ROWS}; mend them, or use the reward `exact`")
             case JsonSchemaReward():
-                _refuse([line for line, value in read if not _is_schema(value)], f"{says} is not a JSON Schema in {ROWS}")
+                _refuse(
+                    [line for line, value in read if not _is_schema(value)], f"{says} is not a JSON Schema in {ROWS}"
+                )
             case CodeReward():
                 odd = [line for line, value in read if tests_of(value) is None]
                 what = f"is neither a list of objects `{{input, output}}` nor of Python sources in {ROWS}"

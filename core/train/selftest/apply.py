@@ -17,8 +17,8 @@ def apply_selftest(choice: Choice, spec: JobSpec, precision: Dtype) -> list[tupl
     packs = not isinstance(spec.quantization, NoQuantization)
     if packs and precision not in choice.packed_weights:
         raise SpecError(
-            f"a run over packed weights does not compute correctly in {precision} on this device, as its self-test found "
-            f"({'; '.join(choice.told)}); take `quantization: none` with `method: lora`",
+            f"a run over packed weights does not compute correctly in {precision} on this device, as its self-test "
+            f"found ({'; '.join(choice.told)}); take `quantization: none` with `method: lora`",
             field="quantization",
         )
     for name, why in choice.veto.items():

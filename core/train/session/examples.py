@@ -46,7 +46,9 @@ def read_tensors(body: bytes) -> dict[str, Tensor]:
     try:
         return load(body)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise BadOperation(f"the body is not valid safetensors: {error}", field="body", code="invalid_tensors") from error
+        raise BadOperation(
+            f"the body is not valid safetensors: {error}", field="body", code="invalid_tensors"
+        ) from error
 
 
 def read_examples(tensors: Mapping[str, Tensor], vocabulary: int, longest: int | None) -> list[SessionExample]:

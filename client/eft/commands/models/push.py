@@ -12,9 +12,8 @@ import typer
 
 from eft.commands.artifacts import download_with_bar, selected
 from eft.errors import UsageFault
-from eft.http.paths import is_id
 from eft.manual.source import manual
-from eft.session import HANDLE, JsonOption, UrlOption, session
+from eft.session import HANDLE, JsonOption, UrlOption, job_id_of, session
 from eft.terminal.output import Output
 
 TRAINED = ("adapter", "model")
@@ -48,7 +47,9 @@ def push(
 
     with session(as_json, url) as (client, output):
         target = HubRepository(repo)
-        found = client.models.get(model.replace("job-", "model-", 1) if is_id(model) else model)
+        if model.startswith("job-"):
+            model = job_id_of(client, model).replace("job-", "model-", 1)
+        found = client.models.get(model)
         folder = _folder(found, form)
         files = selected(client.models.files(found["id"]), [folder], "model")
         target.create(public=public)

@@ -9,7 +9,7 @@ from sqlalchemy import Text, cast, select
 from sqlalchemy.orm import Session
 
 from core.db.tables import Job
-from core.errors import Conflict, Fault, SpecError
+from core.errors import Fault, SpecError
 from core.jobs.admission import lineage, parents
 from core.jobs.admission.auto_method import effective
 from core.jobs.base.states import FINAL
@@ -75,14 +75,17 @@ def require(session: Session, project_id: str, pinned: list[dict[str, Any]]) -> 
         parents.require(session, project_id, one["chain"], field=f"{one['field']}.id")
 
 
-def require_unneeded(session: Session, job: Job, what: str, *, field: str, code: str) -> None:
-    """Raises Conflict while a job that has not ended has its answers scored by `what`, the model of this job."""
+def needed_by(session: Session, job: Job) -> str | None:
+    """The newest job that has not ended and has its answers scored by the model of this job."""
     query = select(Job.id).where(
         Job.project_id == job.project_id,
         Job.status.not_in([status.value for status in FINAL]),
         Job.reward_models.is_not(None),
         cast(Job.reward_models, Text).contains(job.id),
     )
-    if (needs := session.execute(query.order_by(Job.id.desc()).limit(1)).scalar_one_or_none()) is not None:
-        words = f"the answers of `{needs}` are scored by {what}: cancel `{needs}`, or wait for its end"
-        raise Conflict(words, field=field, code=code)
+    return session.execute(query.order_by(Job.id.desc()).limit(1)).scalar_one_or_none()
+
+
+def words_of_use(needs: str, what: str) -> str:
+    """Why `what`, a reward model, cannot be deleted while the job `needs` has not ended."""
+    return f"the answers of `{needs}` are scored by {what}: cancel `{needs}`, or wait for its end"

@@ -147,6 +147,8 @@ def require_unused(session: Session, job: Job) -> None:
     if (pipeline := running_pipeline(session, job)) is not None:
         words = f"its job is a step of `{pipeline}`, which is running: cancel the pipeline, or wait for its end"
         raise Conflict(words, field="model_id", code="model_in_use")
-    reward_models.require_unneeded(session, job, "this model", field="model_id", code="model_in_use")
-    if (child := parents.built_on(session, job)) is not None:
+    if (scored := reward_models.needed_by(session, job)) is not None:
+        words = reward_models.words_of_use(scored, "this model")
+        raise Conflict(words, field="model_id", code="model_in_use")
+    if (child := next(parents.built_on(session, job), None)) is not None:
         raise Conflict(parents.words_of_use(child, "this model"), field="model_id", code="model_in_use")
