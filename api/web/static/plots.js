@@ -199,9 +199,9 @@
     }
   };
 
-  // Drawn as they come: a curve that is long does not keep the others waiting.
+  // Drawn as they come, four times a second at most: a curve that is long does not keep the others waiting.
   let due = 0;
-  const soon = () => { due ||= requestAnimationFrame(() => { due = 0; drawAll(); eft.shownAt ||= performance.now(); }); };
+  const soon = () => { due ||= setTimeout(() => { due = 0; drawAll(); eft.shownAt ||= performance.now(); }, eft.shownAt ? 250 : 0); };
   const ask = (query) => Promise.all(jobs.map(async (job) => {
     const reply = await eft.fetch(`jobs/${job.id}/metrics?points=${POINTS}${query}`);
     if (reply.ok) { data.set(job.id, await reply.json()); if (!eft.drawn) soon(); }
@@ -210,7 +210,7 @@
     if (!eft.drawn) await ask(`&names=${FIRST.join(",")}`);  // whether it learns, before all the rest
     await ask("&clock=true");
     loaded = true;
-    cancelAnimationFrame(due);
+    clearTimeout(due);
     due = 0;
     drawAll();
     eft.shownAt ||= performance.now();
