@@ -292,7 +292,8 @@ def test_lists_leave_specs_out(api: Any) -> None:
     assert len(page.content) < 5_000 and page.json()["data"][0]["spec"] is None
     shown = client.get(f"/jobs/{job_id}").json()
     assert shown["spec"]["data"]["rendering"]["system_prompt"] == "x" * 50_000
-    assert page.json()["data"] == [shown | {"spec": None, "queue": None}]
+    assert shown["submitted"]["data"] == data, "as it was sent, without a default"
+    assert page.json()["data"] == [shown | {"spec": None, "submitted": None, "queue": None}]
 
 
 @pytest.mark.both_databases
