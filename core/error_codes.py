@@ -380,6 +380,10 @@ FAILURES: dict[str, Code] = {
         "A reward raised an error, took too long, or returned no finite number for some answers.",
         "The message names the rows and the error; mend the reward, or set `stage.reward_error` to `zero` or `skip`.",
     ),
+    "task_refused": (
+        "A task makes no problems with the level and options of the job.",
+        "The message has the task's own words; docs/tasks.md lists its levels and options.",
+    ),
     "not_a_reward_model": (
         "The model of a reward `model` gives answers no score.",
         "Name a job of `stage: reward`, or a sequence classifier with one label over a causal model.",

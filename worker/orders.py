@@ -17,10 +17,10 @@ from core.plan import compatibility
 from core.plan.models.headers import read_json
 from core.plan.models.shape import Shape
 from core.settings import Settings
-from core.spec.axes.data import FileSource, HubDataset, PathSource, singles
+from core.spec.axes.data import FileSource, HubDataset, PathSource, Single, TaskRows, singles
 from core.spec.axes.method import Full
 from core.spec.axes.rollout.models import model_rewards
-from core.spec.axes.rollout.reward import HttpReward, MathReward, RewardArm
+from core.spec.axes.rollout.reward import HttpReward, MathReward, RewardArm, TaskReward
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
@@ -74,7 +74,9 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         models_dir=str(layout.models),
         model_roots=[str(root) for root in settings.model_roots],
         offline=settings.offline,
-        datasets=[DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset)],
+        datasets=[
+            DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset | TaskRows)
+        ],
         reward_models=_reward_model_orders(claim, spec) if claim.slot.kind != "preview" else [],
         weights=claim.slot.kind != "preview",
         exports=spec.export if claim.slot.kind != "preview" else [],
@@ -119,8 +121,12 @@ def _reward_model_folders(claim: Claim, prepared: dict[str, Any], layout: Layout
 
 def tools_of(spec: JobSpec) -> list[ToolSet]:
     """Sets of libraries that the job's training needs."""
-    maths: list[ToolSet] = ["math"] if any(isinstance(one, MathReward) for one in _rewards(spec)) else []
-    return [*maths, *(one.type for one in spec.tracking)]
+    found: list[ToolSet] = []
+    if any(isinstance(one, MathReward) for one in _rewards(spec)):
+        found.append("math")
+    if any(isinstance(one, TaskReward) for one in _rewards(spec)):
+        found.append("tasks")
+    return [*found, *(one.type for one in spec.tracking)]
 
 
 def asks_endpoints(spec: Mapping[str, Any]) -> bool:
@@ -149,13 +155,14 @@ def run_order(
     prepared = _prepared(claim, layout)
     datasets = {one["field"]: one for one in prepared.get("datasets", ())}
 
-    def located(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
+    def located(source: Single, field: str) -> tuple[list[Path], dict[str, Any]]:
         match source:
-            case HubDataset():
+            case HubDataset() | TaskRows():
                 found = datasets.get(field)
                 paths = [] if found is None else [layout.root / path for path in found["paths"]]
                 if found is None or not all(path.is_file() for path in paths):
-                    raise ModelGone(f"the prepared rows of {source.id} are no longer on the data root")
+                    named = source.id if isinstance(source, HubDataset) else source.name
+                    raise ModelGone(f"the prepared rows of {named} are no longer on the data root")
                 return paths, found["source"]
             case FileSource() | PathSource():
                 return [_file(source, field, settings.data_roots, layout)], {}

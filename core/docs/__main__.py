@@ -19,6 +19,7 @@ from core.docs import install
 from core.docs import plans as plan_docs
 from core.plan import drift
 from core.settings import Settings
+from core.spec.axes.rollout import tasks
 from core.spec.job import JobSpec
 from core.train.kernels.triton.compiled import table as kernel_table
 
@@ -196,6 +197,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "compatibility.md": plan_docs.render,
     "drift.md": drift.page,
+    "tasks.md": tasks.page,
     "hardware.md": hardware_docs.render,
     "install-rocm.md": install.rocm,
     "install-cuda.md": install.cuda,

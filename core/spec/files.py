@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from core.spec.axes.data import Data, FileSource, HubDataset, Mixture, PathSource, Source, singles
+from core.spec.axes.data import Data, Mixture, Single, Source, singles
 from core.spec.run.orders import DataFiles, DataOrder
 
-Located = Callable[[FileSource | PathSource | HubDataset, str], tuple[list[Path], dict[str, Any]]]
+Located = Callable[[Single, str], tuple[list[Path], dict[str, Any]]]
 """From a source and its field to its files, and where they came from. Raises for what is not there."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 ToolSet = Literal[
-    "gguf", "quants", "compressed", "torchao", "lm_eval", "math", "tensorboard", "mlflow", "wandb", "trackio"
+    "gguf", "quants", "compressed", "torchao", "lm_eval", "math", "tasks", "tensorboard", "mlflow", "wandb", "trackio"
 ]
 FOLDER = "tools"
 """Name of the folder below the cache."""

@@ -31,6 +31,11 @@ def math_tools() -> Tools:
     return install("math", CACHE, offline=False, field="stage.reward")
 
 
+def task_tools() -> Tools:
+    """Install reasoning-gym, or answer what is there."""
+    return install("tasks", CACHE, offline=False, field="data.train")
+
+
 def gguf_tools() -> Tools:
     """Install what writes, quantises and reads GGUF files, or answer what is there."""
     install("quants", CACHE, offline=False, field="export")
@@ -44,4 +49,5 @@ if __name__ == "__main__":
         torchao_tools().folder,
         lm_eval_tools().folder,
         math_tools().folder,
+        task_tools().folder,
     )

@@ -21,7 +21,7 @@ from core.train.base.events import EventWriter
 from core.train.base.log_lines import LogLines
 from core.train.base.stop import StopRequested
 from core.train.rollout.graders import Graders, NoTokens
-from core.train.rollout.programs import AnsweredPrompt
+from core.train.rollout.sandboxed.programs import AnsweredPrompt
 from core.train.run import Run
 from tests.support.grader import Grader, grader, score
 from tests.support.trainer import write_rows, write_run

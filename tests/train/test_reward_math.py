@@ -16,7 +16,13 @@ from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_FAILED
 from core.train.recipe import run
-from core.train.rollout.programs import AnsweredPrompt, AnswerFault, open_sandbox, refuse_unreadable, values_of
+from core.train.rollout.sandboxed.programs import (
+    AnsweredPrompt,
+    AnswerFault,
+    open_sandbox,
+    refuse_unreadable,
+    values_of,
+)
 from core.train.tools.install import ToolsMissing
 from tests.support.tools import CACHE, math_tools
 from tests.support.trainer import events, write_rows, write_run

@@ -23,7 +23,7 @@ from core.train.base.events import NullEventWriter
 from core.train.entry.prepare import prepare_reward_model
 from core.train.model.placement import place
 from core.train.recipe import run
-from core.train.rollout.programs import answered
+from core.train.rollout.sandboxed.programs import answered
 from core.train.rollout.scorers import Scorer
 from core.train.run import Run
 from tests.support.rewards import margins

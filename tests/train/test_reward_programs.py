@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from core.errors import DataError
 from core.sandbox.sandbox import ProgramSandbox
 from core.spec.axes.rollout.reward import RewardArm
-from core.train.rollout.programs import AnsweredPrompt, values_of
 from core.train.rollout.rewards import refuse_rows_without
+from core.train.rollout.sandboxed.programs import AnsweredPrompt, values_of
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, assert_never, get_args
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from core.spec.axes.model import HubId, LocalPath, Revision
 from core.spec.axes.rendering import ModelTemplate, Rendering
+from core.spec.axes.rollout.tasks import tasks, wrong_name, wrong_settings
 from core.spec.base import SpecModel, short_form
 
 RowFormat = Literal[
@@ -91,13 +99,63 @@ class HubDataset(Readable):
     counts their rows."""
 
 
+def _known_task(name: str) -> str:
+    if (why := wrong_name(name)) is not None:
+        raise ValueError(why)
+    return name
+
+
+TaskName = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_known_task)]
+MOST_PROBLEMS = 1 << 20
+"""Problems of one seed: those of another begin behind them."""
+
+
+class TaskRows(SpecModel):
+    """Problems of a task of reasoning-gym (docs/tasks.md), generated before a GPU is held. The same fields make the
+    same problems; another seed makes others. The reward `task` verifies answers to them."""
+
+    type: Literal["task"] = "task"
+    name: TaskName
+    """Task, e.g. `chain_sum`."""
+    size: Annotated[int, Field(ge=1, le=MOST_PROBLEMS)] = 1000
+    """Problems."""
+    seed: Annotated[int, Field(ge=0, lt=2**32 // MOST_PROBLEMS)] = 0
+    """Seed of the problems. Held-out ones have another than those that are trained on."""
+    level: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Level of difficulty, 0 the easiest. Default: the defaults of the task's options."""
+    options: Annotated[dict[str, Any], Field(max_length=100)] = Field(default={})
+    """Options of the task, which take precedence over those of its level: `{max_terms: 3}`."""
+    instruction: Annotated[str, StringConstraints(min_length=1, max_length=100_000)] | None = None
+    """Text behind each question, such as the form in which the answer is expected."""
+    format: Literal["prompt", "prompt_completion"] = "prompt"
+    """`prompt`: for stages that learn from answers. `prompt_completion`: with the right answer as the completion, for
+    `sft`."""
+
+    @property
+    def columns(self) -> dict[Column, str]:
+        """Columns are written by the names of the format."""
+        return {}
+
+    @model_validator(mode="after")
+    def _task_has_them(self) -> TaskRows:
+        if (why := wrong_settings(self.name, self.level, self.options)) is not None:
+            raise ValueError(why)
+        if self.format == "prompt_completion" and not tasks()[self.name].answered:
+            raise ValueError(f"problems of `{self.name}` have no answer of their own to learn: set `format: prompt`")
+        return self
+
+    def problems_of(self) -> tuple[str, str, int | None, str]:
+        """What the problems depend on, beside their number."""
+        return self.name, str(self.seed), self.level, repr(sorted(self.options.items()))
+
+
 def _expand_source(value: str) -> dict[str, Any]:
     return {"type": "file", "id": value} if value.startswith("file-") else {"type": "path", "path": value}
 
 
 EXAMPLE_FILE = "file-01kar3v8x5m2h6n9qst4wyz0bc"
 
-Single = FileSource | PathSource | HubDataset
+Single = FileSource | PathSource | HubDataset | TaskRows
 SingleField = Annotated[Single, Field(discriminator="type"), short_form(_expand_source, EXAMPLE_FILE)]
 
 
@@ -163,7 +221,7 @@ _SHORT = {"type": "string", "description": "Short form.", "examples": [EXAMPLE_F
 _LIST = {"type": "array", "description": "Several sources: a mixture.", "items": {"type": ["string", "object"]}}
 
 Source = Annotated[
-    FileSource | PathSource | HubDataset | Mixture,
+    FileSource | PathSource | HubDataset | TaskRows | Mixture,
     Field(discriminator="type"),
     written_as(_expand_mixture, lambda whole: [_SHORT, _LIST]),
 ]
@@ -214,7 +272,7 @@ def singles(source: Source, field: str) -> list[tuple[str, Single]]:
     match source:
         case Mixture():
             return [(f"{field}.sources[{at}].source", one.source) for at, one in enumerate(source.sources)]
-        case FileSource() | PathSource() | HubDataset():
+        case FileSource() | PathSource() | HubDataset() | TaskRows():
             return [(field, source)]
         case _ as never:
             assert_never(never)

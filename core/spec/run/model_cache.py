@@ -6,6 +6,7 @@ models/unpacked/<sha256>-v<version>/               model/ + manifest.json, from 
 models/merged/<sha256>/                            model/ + manifest.json, with the adapters of other jobs
 models/tokenizer/<owner>--<name>/<commit>/         model/ + manifest.json, without weights
 models/hub-data/<owner>--<name>/<commit>-<files>/  model/ + manifest.json
+models/tasks/<task>/<sha256>/                      model/ + manifest.json: rows of a generated task
 models/refs/…                                      which commit a branch or tag last meant, for work without a network
 models/.partial/ .locks/ .digests/                 work in progress, one lock a key, SHA-256 of local files
 """
@@ -36,6 +37,11 @@ def tokenizer_key(repo: str, commit: str) -> str:
 def dataset_key(repo: str, commit: str, files: str) -> str:
     """Entry of chosen files of a hub data set; `files` identifies the choice."""
     return f"hub-data/{repo.replace('/', '--')}/{commit}-{files}"
+
+
+def task_key(name: str, sha256: str) -> str:
+    """Entry of the rows of a task; `sha256` says what they are made of."""
+    return f"tasks/{name}/{sha256}"
 
 
 def gguf_key(sha256: str, converter: int) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from core.spec.axes.data import Columns, Format, HashSplit, HubDataset
+from core.spec.axes.data import Columns, Format, HashSplit, HubDataset, TaskRows
 from core.spec.axes.export import Export
 from core.spec.axes.model import Model
 from core.spec.axes.rollout.reward import RewardModelSource
@@ -188,10 +188,10 @@ class ServingOrder(RunOrder):
 
 
 class DatasetOrder(SpecModel):
-    """A hub data set, and where the job names it."""
+    """A data set of a hub, or problems of a task, and where the job names it."""
 
     field: str
-    source: HubDataset
+    source: Annotated[HubDataset | TaskRows, Field(discriminator="type")]
 
 
 class RewardModelOrder(SpecModel):

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from core import HOME
 from core.errors import EftError, SpecError
 from core.plan import compatibility
-from core.spec.axes.data import FileSource, HubDataset, PathSource
+from core.spec.axes.data import HubDataset, Single, TaskRows
 from core.spec.axes.rollout.models import model_rewards
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
@@ -83,19 +83,23 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
     from core.train.export.prepare import prepare_exports
     from core.train.hub.datasets import prepare_dataset
     from core.train.hub.model_cache import ModelCache
+    from core.train.rollout.sandboxed.tasks import prepare_task
 
     with console.status("preparing") as status:
 
         def told(phase: str, done: int, total: int | None) -> None:
             status.update(f"{phase}: {done / 1e6:.0f} MB" + (f" of {total / 1e6:.0f}" if total else ""))
 
-        def found(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
+        def found(source: Single, field: str) -> tuple[list[Path], dict[str, Any]]:
             if isinstance(source, HubDataset):
-                return prepare_dataset(source, field, ModelCache(args.models_dir.absolute()), args.offline, told)
+                return prepare_dataset(source, field, ModelCache(models_dir), args.offline, told)
+            if isinstance(source, TaskRows):
+                return prepare_task(source, field, ModelCache(models_dir), cache_dir, offline=args.offline, told=told)
             return located(source, field)
 
-        train, held_out = data_orders(spec.data, found)
         models_dir = args.models_dir.absolute()
+        cache_dir = models_dir.parent / "cache"
+        train, held_out = data_orders(spec.data, found)
         prepared = prepare_model(spec.model, models_dir, None, args.offline, told)
         scorers = [
             prepare_reward_model(
@@ -108,7 +112,6 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
             )
             for field, name, reward in model_rewards(spec.stage)
         ]
-        cache_dir = args.models_dir.absolute().parent / "cache"
         prepare_exports(spec.export, prepared.model_dir, cache_dir, offline=args.offline)
     return RunOrder(
         job_id=args.output.absolute().name,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import DataError, SpecError
-from core.spec.axes.data import FileSource, HubDataset, PathSource
+from core.spec.axes.data import FileSource, HubDataset, PathSource, Single, TaskRows
 from core.spec.load import load_yaml
 
 
@@ -66,14 +66,14 @@ def _assign(document: dict[str, Any], path: str, value: Any) -> None:
     place[last] = value
 
 
-def located(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
+def located(source: Single, field: str) -> tuple[list[Path], dict[str, Any]]:
     match source:
         case PathSource(path=path):
             absolute = Path(path).expanduser().absolute()
             if not absolute.is_file():
                 raise DataError(f"{path} is not a file", field=field)
             return [absolute], {}
-        case FileSource() | HubDataset():
+        case FileSource() | HubDataset() | TaskRows():
             raise DataError("without a server a data file is named by its path", field=field)
         case _ as never:
             assert_never(never)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import EftError, ModelError, NoSpace
+from core.spec.axes.data import HubDataset
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model, RegistryModel
 from core.spec.run.chain import HandedBack, ModelChain
 from core.spec.run.events import FailureClass
@@ -37,7 +38,8 @@ from core.train.hub import download, gguf, model_files
 from core.train.hub.datasets import prepare_dataset
 from core.train.hub.handed_back_files import checked_folder, has_tokenizer, require_fit
 from core.train.hub.model_cache import CachedModel, ModelCache
-from core.train.tools.install import install
+from core.train.rollout.sandboxed.tasks import prepare_task
+from core.train.tools.install import ToolsMissing, install
 
 OnProgress = Callable[[str, int, int | None], None]
 """(phase, bytes done, bytes in all or None); phase: "downloading", "converting", "waiting" (for another job at it)."""
@@ -459,7 +461,7 @@ def main(arguments: list[str]) -> int:
                 order.exports, prepared.model_dir, cache_dir, offline=order.offline, task_folder=task_folder or None
             )
             for tools in order.tools:
-                place = "stage.reward" if tools == "math" else "tracking"
+                place = "stage.reward" if tools in ("math", "tasks") else "tracking"
                 install(tools, cache_dir, offline=order.offline, field=place)
         runs = None if order.runs_dir is None else Path(order.runs_dir)
         scorers = [
@@ -467,7 +469,14 @@ def main(arguments: list[str]) -> int:
         ]
         datasets = []
         for one in order.datasets:
-            paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)
+            if isinstance(one.source, HubDataset):
+                paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)
+            else:
+                if order.cache_dir is None:
+                    raise ToolsMissing("the order names no cache for reasoning-gym", field=one.field)
+                paths, origin = prepare_task(
+                    one.source, one.field, cache, Path(order.cache_dir), offline=order.offline, told=progress
+                )
             datasets.append({"field": one.field, "paths": [str(path) for path in paths], "source": origin})
     except Exception as error:
         failure = failure_class(error)

@@ -11,8 +11,8 @@ from core.spec.axes.rollout.reward import PythonReward
 from core.train.data.dataset import TokenDataset
 from core.train.evaluation.answer_metrics import score
 from core.train.evaluation.samples import Answering, prompt_of, spread
-from core.train.rollout.programs import AnsweredPrompt, Value, values_of
 from core.train.rollout.rewards import extracted
+from core.train.rollout.sandboxed.programs import AnsweredPrompt, Value, values_of
 
 ScoredAnswer = dict[str, Any]
 """{"line": of the file, "prompt", "reference", "answer", "new_tokens", "finished": the model ended by itself,

@@ -17,8 +17,15 @@ from core.train.evaluation.samples import stop_tokens
 from core.train.generation.sampling import Completion, Key, SamplingParams
 from core.train.model.placement import Placement
 from core.train.rollout.graders import Graders
-from core.train.rollout.programs import AnsweredPrompt, AnswerFault, Value, open_sandbox, refuse_unreadable, values_of
 from core.train.rollout.rewards import Columns, name_rows, reward_of
+from core.train.rollout.sandboxed.programs import (
+    AnsweredPrompt,
+    AnswerFault,
+    Value,
+    open_sandbox,
+    refuse_unreadable,
+    values_of,
+)
 from core.train.rollout.scorers import build_scorers
 from core.train.run import Run
 

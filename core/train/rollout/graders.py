@@ -19,7 +19,7 @@ from core.base.post import HttpReply, post
 from core.errors import EftError, SpecError
 from core.spec.axes.rollout.reward import HttpReward, RewardArm
 from core.spec.run.folder import SCORES
-from core.train.rollout.programs import AnsweredPrompt, Value, number_of
+from core.train.rollout.sandboxed.programs import AnsweredPrompt, Value, number_of
 from core.train.run import Run
 
 MOST_BYTES, BYTES_EACH = 64 << 10, 256

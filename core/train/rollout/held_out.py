@@ -17,8 +17,8 @@ from core.train.evaluation.samples import Answering, Sample, Sampler, shown, spr
 from core.train.feed import RunData
 from core.train.generation.sampling import Completion, Key
 from core.train.rollout.answers import Answerer
-from core.train.rollout.programs import answered
 from core.train.rollout.rewards import columns_of
+from core.train.rollout.sandboxed.programs import answered
 from core.train.run import Run
 from core.train.stage import Totals
 

@@ -35,8 +35,8 @@ from core.train.policy import PolicyModel
 from core.train.rollout.answers import Answerer, Judged
 from core.train.rollout.buffer import Rollout, advantages_of, leave_one_out, spread_groups
 from core.train.rollout.estimation import estimate, explained_variance
-from core.train.rollout.programs import answered
 from core.train.rollout.rewards import columns_of
+from core.train.rollout.sandboxed.programs import answered
 from core.train.run import Run
 from core.train.stages.rollout.sampled import FIGURE
 

@@ -23,9 +23,11 @@ from core.spec.axes.rollout.reward import (
     NumberReward,
     RegexReward,
     RewardArm,
+    TaskReward,
     TextReward,
     wrong_schema,
 )
+from core.spec.axes.rollout.tasks import tasks
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -110,6 +112,9 @@ def refuse_rows_without(rewards: Sequence[RewardArm], rows: Sequence[tuple[int, 
                 odd = [line for line, value in read if tests_of(value) is None]
                 what = f"is neither a list of objects `{{input, output}}` nor of Python sources in {ROWS}"
                 _refuse(odd, f"{says} {what}")
+            case TaskReward():
+                odd = [line for line, value in read if not _is_problem(value)]
+                _refuse(odd, f"{says} is no problem of a task that is known here in {ROWS}; `data` makes them")
             case KeywordsReward():
                 odd = [line for line, value in read if not _is_words(value)]
                 _refuse(odd, f"{says} is neither a string nor a list of strings in {ROWS}")
@@ -159,6 +164,13 @@ def _no_constant(name: str) -> Any:
 
 def _is_schema(value: Any) -> bool:
     return isinstance(value, dict) and wrong_schema(value) is None
+
+
+def _is_problem(value: Any) -> bool:
+    """Whether it is what a row of a task (core/train/rollout/sandboxed/tasks.py) has."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in tasks():
+        return False
+    return {"level", "options", "question", "answer", "metadata"} <= value.keys()
 
 
 def extracted(pattern: str | None, answer: str) -> str | None:

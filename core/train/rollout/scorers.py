@@ -34,7 +34,7 @@ from core.train.model.load import context_length, load_model, load_tokenizer, pa
 from core.train.model.placement import Placement
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer, renderer_of
-from core.train.rollout.programs import AnsweredPrompt, Value
+from core.train.rollout.sandboxed.programs import AnsweredPrompt, Value
 from core.train.run import Run
 from core.train.vocabulary.new_tokens import grow
 

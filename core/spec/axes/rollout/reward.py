@@ -194,6 +194,20 @@ class MathReward(RewardTerm):
     """Time of an answer at most; one that takes longer gets 0, and the rollouts say so."""
 
 
+class TaskReward(RewardTerm):
+    """What the verifier of a problem's own task says of the answer, mostly 1 or 0, for rows that `data` has from a task
+    (docs/tasks.md). It is computed in a sandbox (docs/security.md)."""
+
+    type: Literal["task"] = "task"
+    column: Annotated[str, Field(min_length=1, max_length=200)] = "task"
+    """Column of the rows that holds the problem, as rows of a task have it."""
+    extract: Extract | None = None
+    """As in `exact`: the first group is the answer. Default: the whole answer, white space at its ends aside. Verifiers
+    mostly expect the result and nothing else."""
+    seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
+    """Time of an answer at most; one that takes longer gets 0, and the rollouts say so."""
+
+
 def _plain_url(url: str) -> str:
     try:
         parse(url)
@@ -260,7 +274,7 @@ def wrong_schema(document: dict[str, Any]) -> str | None:
     return None
 
 
-ProgramReward = PythonReward | CodeReward | MathReward
+ProgramReward = PythonReward | CodeReward | MathReward | TaskReward
 """Rewards that are computed in the sandbox."""
 TextReward = ExactReward | NumberReward | RegexReward | FormatReward | LengthReward | KeywordsReward | JsonSchemaReward
 """Rewards that are functions of one answer, which we wrote."""
@@ -275,6 +289,7 @@ RewardArm = Annotated[
     | PythonReward
     | CodeReward
     | MathReward
+    | TaskReward
     | HttpReward
     | ModelReward,
     Field(discriminator="type"),

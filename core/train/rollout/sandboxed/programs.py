@@ -11,11 +11,15 @@ from typing import Any, assert_never
 from core.data.rows import PromptOnly
 from core.errors import DataError
 from core.sandbox.sandbox import ProgramLimits, ProgramSandbox
-from core.spec.axes.rollout.reward import CodeReward, MathReward, ProgramReward, PythonReward, RewardArm
+from core.spec.axes.rollout.reward import CodeReward, MathReward, ProgramReward, PythonReward, RewardArm, TaskReward
+from core.tools import ToolSet
 from core.train.rollout.rewards import Columns, columns_of, extracted, fenced, name_rows, tests_of
-from core.train.tools.install import ToolsMissing, find
+from core.train.rollout.sandboxed.tasks import TASKS, task_limits, warmed
+from core.train.tools.install import Tools, ToolsMissing, find
 
 MATH = (Path(__file__).parent / "math_program.py").read_text(encoding="utf-8")
+TASK_SECONDS = 60.0
+"""Time of a program that verifies answers, beside that of one answer: some tasks read their words for seconds."""
 READ_AT_ONCE = 64
 """Expected answers that one program reads."""
 
@@ -71,6 +75,8 @@ def values_of(
                 between()
                 compared.append(_compared(reward, answer, one, sandbox))
             return compared
+        case TaskReward():
+            return _verified(reward, answers, asked, sandbox, between)
         case _ as never:
             assert_never(never)
 
@@ -137,22 +143,62 @@ def _compared(reward: MathReward, answer: str, asked: AnsweredPrompt, sandbox: P
     return AnswerFault(outcome.error.splitlines()[0]) if outcome.error is not None else float(outcome.value)
 
 
+def _verified(
+    reward: TaskReward,
+    answers: Sequence[str],
+    asked: Sequence[AnsweredPrompt],
+    sandbox: ProgramSandbox,
+    between: Callable[[], None],
+) -> list[Value]:
+    """What the verifier of each problem says. Answers go to one program; one by one where that does not end."""
+    between()
+    texts = [extracted(reward.extract, answer) for answer in answers]
+    given = [at for at, text in enumerate(texts) if text is not None and text.strip()]
+    arguments = {
+        "problems": [asked[at].columns[reward.column] for at in given],
+        "answers": [str(texts[at]).strip() for at in given],
+        "seconds": reward.seconds,
+    }
+    outcome = sandbox.run_function(TASKS, "score", arguments, seconds=TASK_SECONDS + reward.seconds)
+    values: list[Value] = [0.0] * len(answers)
+    if outcome.error is None:
+        for at, value in zip(given, outcome.value, strict=True):
+            values[at] = AnswerFault(value) if isinstance(value, str) else float(value)
+    elif len(given) == 1:
+        values[given[0]] = AnswerFault(outcome.error.splitlines()[0])
+    else:
+        for at in given:
+            values[at] = _verified(reward, [answers[at]], [asked[at]], sandbox, between)[0]
+    return values
+
+
 def _expected(reward: MathReward, columns: Columns) -> str:
     return str(columns[reward.column])
 
 
 def open_sandbox(rewards: Sequence[RewardArm], cache_dir: Path | None) -> ProgramSandbox | None:
     """The sandbox for these rewards; None where none of them needs one. NoSandbox, ToolsMissing."""
+    parts: list[ProgramLimits] = []
     if any(isinstance(reward, MathReward) for reward in rewards):
-        tools = find("math", cache_dir)
-        if tools is None:
-            raise ToolsMissing(
-                "math-verify is not on this machine; a service installs it while it prepares the job's model. Submit "
-                "the job again, or for a run by hand name the `cache_dir` of a data root that has it",
-                field="stage.reward",
-            )
-        return ProgramSandbox(ProgramLimits(folders=(str(tools.folder.resolve()),), prelude=f"{MATH}\n\nwarm()\n"))
+        folder = str(_installed("math", "math-verify", cache_dir).folder.resolve())
+        parts.append(ProgramLimits(folders=(folder,), prelude=warmed(MATH)))
+    if any(isinstance(reward, TaskReward) for reward in rewards):
+        parts.append(task_limits(_installed("tasks", "reasoning-gym", cache_dir)))
+    if parts:
+        folders = tuple(folder for part in parts for folder in part.folders)
+        return ProgramSandbox(ProgramLimits(folders=folders, prelude="\n".join(part.prelude for part in parts)))
     return ProgramSandbox() if any(isinstance(reward, ProgramReward) for reward in rewards) else None
+
+
+def _installed(tools: ToolSet, name: str, cache_dir: Path | None) -> Tools:
+    found = find(tools, cache_dir)
+    if found is None:
+        raise ToolsMissing(
+            f"{name} is not on this machine; a service installs it while it prepares the job's model. Submit the job "
+            "again, or for a run by hand name the `cache_dir` of a data root that has it",
+            field="stage.reward",
+        )
+    return found
 
 
 def refuse_unreadable(
