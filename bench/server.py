@@ -46,7 +46,7 @@ def server(module: str, environment: Mapping[str, str], log: Path) -> Iterator[S
             stderr=output,
         )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while not _answers(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{module} did not start:\n{log.read_text()}")

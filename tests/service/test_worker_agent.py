@@ -22,6 +22,7 @@ from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Event, File, Job, Metric, Project, UsageDay, User
 from core.ids import new_id
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle import claims, lease_expiry
 from core.jobs.lifecycle.claims import Slot
 from core.jobs.lifecycle.lease_expiry import LossPolicy
@@ -35,17 +36,55 @@ from tests.support import selftest
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
 from worker.attempt.attempt import AttemptRunner
+from worker.attempt.fork_server import ForkServer
+from worker.environment import child_environment
 from worker.preflight import node
 
 ADA = Actor("user-ada", "proj-lab", "req-7")
 
 
+class SharedForks(ForkServer):
+    """Forks the children of all agents here, so that not each of them imports torch: it outlives an agent's stop."""
+
+    def stop(self) -> None:
+        pass
+
+    def end(self) -> None:
+        super().stop()
+
+    def share(self, agent: Agent) -> None:
+        """With an agent whose children have the same environment; another keeps a fork server of its own."""
+        own = agent.site.forks
+        if own is not None and own._environment == self._environment:
+            own.stop()
+            agent.site.forks = self
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data root of each test in its turn: a child's environment names it."""
+    return tmp_path_factory.mktemp("box") / "data"
+
+
+@pytest.fixture(scope="module")
+def forks(data: Path) -> Iterator[SharedForks]:
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    server = SharedForks(child_environment(Kind.TRAIN, gpu=None, threads=threads, root=data), lambda: False)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield server
+    server.end()
+    thread.join(90)
+    assert not thread.is_alive()
+
+
 class Box:
     """A data root, a database with a user, and the agents that serve it."""
 
-    def __init__(self, root: Path, models: Path) -> None:
+    def __init__(self, root: Path, data: Path, models: Path, forks: SharedForks) -> None:
+        self.forks = forks
         self.settings = Settings(
-            data=root / "data",
+            data=data,
             node="box",
             model_roots=(models,),
             data_roots=(root / "rows",),
@@ -82,6 +121,7 @@ class Box:
         self.agents.append(agent)
         if start:
             agent.start(self.rings.append, lambda: 0)
+            self.forks.share(agent)
         return agent
 
     def submit(self, **changes: Any) -> str:
@@ -130,12 +170,13 @@ class Box:
 
 
 @pytest.fixture
-def box(tmp_path: Path, models: Path) -> Iterator[Box]:
-    box = Box(tmp_path, models)
+def box(tmp_path: Path, data: Path, models: Path, forks: SharedForks) -> Iterator[Box]:
+    box = Box(tmp_path, data, models, forks)
     yield box
     for agent in box.agents:
         agent.stop()
     box.database.dispose()
+    data.rename(tmp_path / "data")
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def keep(environment: dict[str, str]) -> Keep:
     @contextmanager
     def keeping(busy: Callable[[], bool] = lambda: False) -> Iterator[StandbyTrainers]:
+        """While `busy` says so no other one is started, which would import torch beside what is tested."""
         spares = StandbyTrainers(environment, busy)
         thread = threading.Thread(target=spares.run)
         thread.start()
@@ -96,8 +97,10 @@ def test_it_becomes_the_child_of_a_run_and_the_result_is_the_cold_ones_to_the_bi
 ) -> None:
     axes: dict[str, Any] = {"method": {"type": "lora", "lora_dropout": 0.1}}
     warm, cold = (run_folder(tmp_path / name, model, **axes) for name in ("warm", "cold"))
-    with keep() as spares:
+    enough = threading.Event()
+    with keep(enough.is_set) as spares:
         pid = idle(spares)
+        enough.set()
         seen = environ(pid)
         assert seen == environment, "the environment of any child, at exec and so for good"
         assert not [value for value in seen.values() if "hunter2" in value]
@@ -129,10 +132,13 @@ def test_sigterm_means_checkpoint_and_silence_means_the_end(
     keep: Keep, model: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     long = {"training": {"max_steps": 100_000}}
-    for name, ends, fence in (("asked", EXIT_CHECKPOINTED, 60.0), ("silent", EXIT_FENCED, 5.0)):
-        folder = run_folder(tmp_path / name, model, fence=fence, **long)
-        with keep() as spares:
+    enough = threading.Event()
+    with keep(enough.is_set) as spares:
+        for name, ends, fence in (("asked", EXIT_CHECKPOINTED, 60.0), ("silent", EXIT_FENCED, 5.0)):
+            folder = run_folder(tmp_path / name, model, fence=fence, **long)
             idle(spares)
+            if name == "silent":
+                enough.set()
             child = spares.take(folder, environment)
             assert child is not None
             while not trainer.events(folder, "metrics"):
@@ -183,7 +189,8 @@ def test_a_gpu_that_a_library_does_not_see_means_a_cold_start_in_the_same_proces
     model: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     """No library of this box sees the GPU that the order names: the trainer is executed afresh, with that variable."""
-    folder = run_folder(tmp_path / "gpu", model, resources={"type": "single", "accelerator": "gpu"})
+    # Nobody tells it of the lease: its fence is longer than a busy machine takes to import torch twice.
+    folder = run_folder(tmp_path / "gpu", model, fence=300.0, resources={"type": "single", "accelerator": "gpu"})
     with spawn("core.train.entry.standby", " " * STANDBY_PADDING, environment, subprocess.PIPE, 2) as spare:
         assert spare.stdin is not None and spare.stdout is not None
         assert spare.stdout.readline() == b"ready\n"
