@@ -63,7 +63,7 @@ def test_json_with_tabs_and_flow_yaml(tmp_path: Path) -> None:
         ("a: &x 1\nb: *x\n", "aliases"),
         ("- model\n", "an object"),
         ("model: [", "not valid YAML"),
-        ("1: x\n", "no string"),
+        ("1: x\n", "not a string"),
         ("[" * 100_000, "not valid"),
     ],
 )

@@ -102,7 +102,7 @@ BAD: dict[str, tuple[Files, dict[str, str], str, str]] = {
     "code": (with_file(TINY, "modeling.py", b"x"), {}, "model_unsupported", "modeling.py"),
     "NaN": (adapter_files((0.5, NAN) * 4), {}, "model_not_finite", f"{LAYER}.lora_A.weight"),
     "infinity": (adapter_files((0.5, -INFINITE) * 4), {}, "model_not_finite", "lora_A"),
-    "a path": (with_file(TINY, "../config.json", b"{}"), {}, "invalid_request", "no path"),
+    "a path": (with_file(TINY, "../config.json", b"{}"), {}, "invalid_request", "must not contain"),
     "a manifest that leads outside": (
         with_file(TINY, "model.safetensors.index.json", b'{"weight_map": {"a": "../../etc/model.safetensors"}}'),
         {}, "model_unreadable", "../../etc",

@@ -157,7 +157,7 @@ def test_what_is_no_heartbeat_ends_it() -> None:
     child.stdin.write(b"tomorrow\n")
     child.stdin.flush()
     assert child.wait(250) == EXIT_FENCED
-    assert b"no heartbeat: b'tomorrow'" in child.stderr.read()
+    assert b"not a heartbeat: b'tomorrow'" in child.stderr.read()
 
 
 def test_silence_counts_from_when_the_lease_was_last_held() -> None:

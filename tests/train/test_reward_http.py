@@ -135,7 +135,7 @@ def test_private_addresses_are_refused_before_anything_is_trained(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "no JSON object"), ('{"x": "y"}', "no origin")],
+    [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "not a JSON object"), ('{"x": "y"}', "not an origin")],
 )
 def test_a_file_of_tokens_that_cannot_be_read_is_told(tmp_path: Path, text: str | None, said: str) -> None:
     path = tmp_path / "tokens"
@@ -152,7 +152,7 @@ def test_a_file_of_tokens_that_cannot_be_read_is_told(tmp_path: Path, text: str 
         ("https://user:word@a.example/", "leave user and password out"),
         ("https://a.example/#x", "leave the part behind `#` out"),
         ("https:///x", "names no host"),
-        ("https://a.example:99999/", "no URL"),
+        ("https://a.example:99999/", "not a URL"),
     ],
 )
 def test_wrong_urls_are_refused_at_submit(url: str, said: str) -> None:

@@ -86,7 +86,7 @@ def test_expected_answers_that_cannot_be_read_are_refused_with_their_rows(sandbo
     fine = [(line, {"reference": text}) for line, text in enumerate(("1/2", "$x$", "5 miles", r"\text{Monday}"), 1)]
     refuse_unreadable([math()], fine, sandbox)
     for text in ("", "$$", r"\frac{1}{", "???", "five apples", "Monday", "pi"):
-        with pytest.raises(DataError, match=r"no mathematics that can be read in row 9 .*\\text"):
+        with pytest.raises(DataError, match=r"not mathematics that can be read in row 9 .*\\text"):
             refuse_unreadable([math()], [*fine, (9, {"reference": text})], sandbox)
     slow = [(line, {"reference": text}) for line, text in enumerate(("1", "$9^{9^{9^{9}}} + x$", "2"), 1)]
     seen: list[None] = []

@@ -104,7 +104,7 @@ def test_rows_without_tests_are_named() -> None:
     rows = [(2, {"tests": ["assert True"]}), (7, {"tests": [{"input": 1}]}), (9, {"tests": []})]
     with pytest.raises(DataError, match="rows 7, 9"):
         refuse_rows_without([reward(type="code")], rows)
-    with pytest.raises(DataError, match="no JSON Schema in row 3"):
+    with pytest.raises(DataError, match="not a JSON Schema in row 3"):
         refuse_rows_without([reward(type="json_schema", column="s")], [(3, {"s": {"type": "nope"}}), (4, {"s": {}})])
 
 
