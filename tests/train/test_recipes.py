@@ -7,25 +7,37 @@ from typing import Any
 
 import pytest
 
+from core.spec.axes.data import TaskRows
 from core.spec.load import load_yaml
 from core.spec.run.exit_codes import EXIT_OK
+from core.train.hub.model_cache import ModelCache
 from core.train.recipe import run
+from core.train.rollout.sandboxed.tasks import prepare_task
+from tests.support.tools import CACHE, task_tools
 from tests.support.trainer import ROOT, events, log, write_run
+from tests.train.test_reward_task import linked
 
 RECIPES = ROOT / "examples" / "recipes"
 RANKS = {"two-gpus"}
 """Several processes: tests/train/test_ranks.py."""
+TASKS = {"task"}
+"""Whose problems and rewards are those of a library."""
 
 
-def absolute(part: Any) -> Any:
-    """Sources beside the job file, as `eft submit` finds them."""
+def absolute(part: Any, cache: Path) -> Any:
+    """Sources beside the job file, as `eft submit` finds them; the problems of a task as a preparation makes them."""
     match part:
         case str() if part.endswith(".jsonl"):
             return str((RECIPES / part).resolve())
+        case {"type": "task"}:
+            found, _ = prepare_task(
+                TaskRows(**part), "data", ModelCache(cache), CACHE, offline=True, told=lambda *_: None
+            )
+            return str(found[0])
         case dict():
-            return {key: absolute(value) for key, value in part.items()}
+            return {key: absolute(value, cache) for key, value in part.items()}
         case list():
-            return [absolute(value) for value in part]
+            return [absolute(value, cache) for value in part]
         case _:
             return part
 
@@ -37,15 +49,17 @@ def test_a_recipe_trains(path: Path, tmp_path: Path, tiny_dir: Path) -> None:
     if path.stem in RANKS:
         assert job["resources"]["gpus"] > 1
         return
+    if path.stem in TASKS:
+        task_tools()
     training = job["training"] | {"max_steps": 2}
     axes = {key: value for key, value in job.items() if key not in ("version", "name", "model", "data", "training")}
     folder = write_run(
         tmp_path / "run",
         tiny_dir,
         RECIPES / "text.jsonl",
-        data=absolute(job["data"]),
+        data=absolute(job["data"], tmp_path / "models"),
         training=training,
-        cache_dir=tmp_path / "cache",
+        cache_dir=linked(tmp_path / "cache") if path.stem in TASKS else tmp_path / "cache",
         **axes,
     )
     assert run(folder) == EXIT_OK, f"{events(folder, 'error')}\n{log(folder)}"
