@@ -72,7 +72,7 @@ def take(session: Session, actor: Actor, key: str, asked: str, status: int = 201
 
 def keep(session: Session, actor: Actor, key: str, body: dict[str, Any]) -> None:
     """Store the answer to a key that `take` has inserted. A job's spec stands in the job's own row, not here too."""
-    body = body | {"spec": None} if _is_job(body) else body
+    body = body | {"spec": None, "submitted": None} if _is_job(body) else body
     whose = (IdempotencyKey.project_id == actor.project_id, IdempotencyKey.key == key)
     session.execute(update(IdempotencyKey).where(*whose).values(body=body))
 
@@ -95,7 +95,7 @@ def known(session: Session, actor: Actor, key: str, *asked: str) -> tuple[int, d
         if job is None:
             words = f"`{body['id']}`, which this Idempotency-Key made, was deleted; take a new key for a new job"
             raise Gone(words, field="idempotency-key")
-        body = body | {"spec": job.spec}
+        body = body | {"spec": job.spec, "submitted": job.submitted}
     return row.status, body
 
 
