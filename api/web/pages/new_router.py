@@ -76,8 +76,9 @@ def recipes() -> dict[str, str]:
 
 
 def _over(text: str, file: str) -> str:
-    """A recipe over an uploaded file in place of its own, which lie on the author's disk."""
-    text = re.sub(r"^( +)(eval: *\S.*)$", r"\1# \2", text, flags=re.MULTILINE)
+    """A recipe over an uploaded file in place of its own, which lie on the author's disk. One that trains on a task has
+    none, and stays as it is."""
+    text = re.sub(r"^( +)(eval: *[^\s#].*)$", r"\1# \2", text, flags=re.MULTILINE)
     if not file:
         return text
     text = re.sub(r"type: path(,|\n) *path: [\w./-]+", lambda found: f"type: file{found[1]} id: {file}", text)
