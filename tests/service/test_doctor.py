@@ -305,7 +305,7 @@ def test_folders_that_do_not_exist_are_named_with_their_setting(
     (tmp_path / "there").mkdir()
     roots = f"{tmp_path / 'there'}:{tmp_path / 'gone'}"
     found = notes_of(examined(monkeypatch, tmp_path, None, EFT_DATA_ROOTS=roots), "settings")
-    assert found == [f"EFT_DATA_ROOTS: there is not a folder {tmp_path / 'gone'}; jobs cannot use a path below it"]
+    assert found == [f"EFT_DATA_ROOTS: there is no folder {tmp_path / 'gone'}; jobs cannot use a path below it"]
 
 
 def test_every_variable_that_the_code_reads_is_known_to_the_doctor() -> None:
