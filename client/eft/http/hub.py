@@ -34,7 +34,8 @@ class HubRepository:
         try:
             from huggingface_hub import HfApi, constants, get_token
         except ImportError as error:
-            raise UsageFault(f"a push needs huggingface_hub ({error}): pip install 'eft[push]'") from error
+            words = f"a push needs huggingface_hub ({error}): pip install huggingface_hub, where eft is installed"
+            raise UsageFault(f"{words} (by pipx: pipx inject eft huggingface_hub)") from error
         if constants.HF_HUB_OFFLINE:
             raise ConfigError("HF_HUB_OFFLINE is set: unset it to push")
         if REPOSITORY.fullmatch(repo) is None:
