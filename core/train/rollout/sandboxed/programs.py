@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -64,21 +65,28 @@ def values_of(
         case PythonReward():
             return _called(reward, answers, asked, sandbox)
         case CodeReward():
-            found: list[Value] = []
-            for answer, one in zip(answers, asked, strict=True):
-                between()
-                found.append(_tested(reward, answer, one, sandbox))
-            return found
+            return _one_by_one(partial(_tested, reward), answers, asked, sandbox, between)
         case MathReward():
-            compared: list[Value] = []
-            for answer, one in zip(answers, asked, strict=True):
-                between()
-                compared.append(_compared(reward, answer, one, sandbox))
-            return compared
+            return _one_by_one(partial(_compared, reward), answers, asked, sandbox, between)
         case TaskReward():
             return _verified(reward, answers, asked, sandbox, between)
         case _ as never:
             assert_never(never)
+
+
+def _one_by_one(
+    judge: Callable[[str, AnsweredPrompt, ProgramSandbox], Value],
+    answers: Sequence[str],
+    asked: Sequence[AnsweredPrompt],
+    sandbox: ProgramSandbox,
+    between: Callable[[], None],
+) -> list[Value]:
+    """A program of its own for each answer."""
+    found: list[Value] = []
+    for answer, one in zip(answers, asked, strict=True):
+        between()
+        found.append(judge(answer, one, sandbox))
+    return found
 
 
 def _called(
