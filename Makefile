@@ -10,13 +10,16 @@ COUNTER := awk '/^Collecting/ {printf "\r\033[K  package %d: %s", ++n, $$2; fflu
   /^Installing/ {printf "\r\033[K  unpacking …"; fflush()} END {printf "\r\033[K"}'
 # $(call installed,LIST): the packages of a lock.
 installed = set -o pipefail; $(PIP_BAR) install --no-deps --require-hashes -r $(1) $(if $(MAKE_TERMOUT),| $(COUNTER))
+# $(call answers,INDEX): whether it has a torch. Found links and further indexes of pip's settings are left out.
+answers = PIP_FIND_LINKS=/dev/null PIP_EXTRA_INDEX_URL="$(1)" $(PIP) index versions torch --index-url "$(1)" \
+  --retries 0 --timeout 10 > /dev/null 2>&1
 # torch is installed apart: every platform has its own build.
 #   make …               the build for this box's GPUs, or the one for the CPU where there are none
 #   make … TORCH=rocm    for its AMD GPUs (ARCH=gfx1100: for that one), TORCH=cuda for NVIDIA's, TORCH=cpu for none.
 #                        Indexes, their sources and the day they were read are in core/hardware/tables/wheels.py.
 #   make … TORCH=torch==2.13.0 TORCH_INDEX=https://…    what you say
-# Where none was named and the index of the build cannot be reached, PyPI's is installed, with a message. The choice is
-# remembered, and another one replaces what is installed.
+# Where none was named and the index of the build does not answer (one question, ten seconds), PyPI's is installed,
+# with a message. The choice is remembered, and another one replaces what is installed.
 -include $(VENV)/torch.mk
 TORCH ?= auto
 PYPI_TORCH := torch==2.13.0
@@ -48,10 +51,13 @@ $(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
 	  torch|torch[=\<\>~!\[\ ]*|*.whl) set -- "$(TORCH)" "$(TORCH_INDEX)" "$(TORCH)" ;; \
 	  *) echo "TORCH=$(TORCH): auto, rocm, cuda, cpu, a requirement of torch ($(PYPI_TORCH)), or a wheel's path or URL" >&2; exit 2 ;; \
 	esac; $(if $(ANOTHER_TORCH),$(PIP) uninstall -y torch;) \
-	$(PIP_BAR) install $(if $(filter auto,$(TORCH)),--retries 1) $${2:+--index-url "$$2"} "$$1" || { \
-	  [[ "$(TORCH)$$3" == auto@(cpu|cuda) ]]; \
-	  echo "$$2 has not given $$1: taking PyPI's build, with CUDA on x86-64 (2.7 GB)" >&2; \
-	  $(PIP_BAR) install $(PYPI_TORCH); set -- "" "" $(PYPI_TORCH); }; \
+	[[ "$(TORCH)$$3" != auto@(cpu|cuda) ]] || $(call answers,$$2) || { \
+	  echo "$$2 does not answer: taking PyPI's build of PyTorch, with CUDA on x86-64 (2.7 GB)" >&2; \
+	  set -- $(PYPI_TORCH) "" $(PYPI_TORCH); }; \
+	$(PIP_BAR) install $${2:+--index-url "$$2"} "$$1" || { \
+	  printf '%s\n' "PyTorch cannot be installed; pip says above why. Without network access: on a machine that has it, run" \
+	    "  pip download -d wheels $$1; pip download -d wheels --no-deps -r locks/app.txt -r locks/demo.txt" \
+	    "and here PIP_NO_INDEX=1 PIP_FIND_LINKS=…/wheels make … TORCH=$$1" >&2; exit 1; }; \
 	printf '%s\n' 'ifeq ($$(origin TORCH),undefined)' "TORCH := $$3" 'TORCH_INDEX := $(TORCH_INDEX)' 'ARCH := $(ARCH)' \
 	  endif "TORCH_HAS := $$3|$(TORCH_INDEX)|$(ARCH)" > $(VENV)/torch.new
 	@$(call installed,locks/app.txt)
