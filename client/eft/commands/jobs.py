@@ -119,7 +119,8 @@ def submit(
 
         def told(path: Path, file: File) -> None:
             output.note(f"{path} is {file.id} ({file.rows} rows)")
-            print_notices(file.raw.get("report") or {}, output.notes)
+            # The job's own notice says which form its pairs take.
+            print_notices(file.raw.get("report") or {}, output.notes, leave_out=("pairs",))
 
         given = {role: path for role, path in (("train", data), ("eval", evaluation)) if path is not None}
         if "sweep" in job_spec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from typing import Any
 
 from rich.console import Console
@@ -32,9 +33,11 @@ def print_check(report: dict[str, Any], console: Console) -> None:
         _line(console, Text("  no fault", style="green"))
 
 
-def print_notices(report: dict[str, Any], console: Console) -> None:
-    """What is not wrong, but to be known; what asks for an answer stands out."""
+def print_notices(report: dict[str, Any], console: Console, leave_out: Container[str] = ()) -> None:
+    """Print a file's notices, but for the codes in `leave_out`; one that asks for an answer stands out."""
     for notice in report.get("notices") or ():
+        if notice["code"] in leave_out:
+            continue
         style = "bold yellow" if notice["code"] == "label_ignored" else "yellow"
         _line(console, Text.assemble(("  notice ", style), _where(notice), _safe(notice["message"])))
 

@@ -89,8 +89,8 @@ def told(chosen: Pairs) -> str:
     """Describe both forms, when it is unknown whether the model has a chat template."""
     if chosen != "auto":
         return f"{done_with(chosen)}. To ask the tuned model, {how_to_ask(chosen)}."
-    base = WITHOUT_TEMPLATE
     return (
-        f"with a model that has a chat template, {done_with('chat')}; to ask the tuned model, {how_to_ask('chat')}. "
-        f"With any other model, {done_with(base)}; to ask it, {how_to_ask(base)}."
+        "with a chat template, the prompt becomes the user's message and the completion the assistant's answer; a model "
+        f"without one gets plain text: {done_with(WITHOUT_TEMPLATE)}. Ask the tuned model in the same form; the model "
+        "card shows an example."
     )
