@@ -90,7 +90,7 @@ def told(chosen: Pairs) -> str:
     if chosen != "auto":
         return f"{done_with(chosen)}. To ask the tuned model, {how_to_ask(chosen)}."
     return (
-        "with a chat template, the prompt becomes the user's message and the completion the assistant's answer; a model "
-        f"without one gets plain text: {done_with(WITHOUT_TEMPLATE)}. Ask the tuned model in the same form; the model "
-        "card shows an example."
+        "with a chat template, the prompt becomes the user's message and the completion the assistant's answer; a "
+        f"model without one gets plain text: {done_with(WITHOUT_TEMPLATE)}. Ask the tuned model in the same form; the "
+        "model card shows an example."
     )
