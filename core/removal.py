@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -29,3 +31,23 @@ def delete_tree(path: Path, *, ignore_errors: bool = False) -> None:
 def remove(path: Path, prefix: str, *, ignore_errors: bool = False) -> None:
     """Set aside, then delete. OSError when it cannot be renamed: another process was faster, or it is not ours."""
     delete_tree(set_aside(path, prefix), ignore_errors=ignore_errors)
+
+
+@contextmanager
+def removing(prefix: str) -> Iterator[Callable[[Path], None]]:
+    """Give a function that sets a folder aside, where there is one. Those folders are deleted when the block ends, and
+    renamed back when it raises: put a transaction into the block, and rows and folders go together."""
+    aside: list[tuple[Path, Path]] = []
+
+    def go(folder: Path) -> None:
+        if folder.is_dir():
+            aside.append((folder, set_aside(folder, prefix)))
+
+    try:
+        yield go
+    except BaseException:
+        for folder, there in aside:
+            there.rename(folder)
+        raise
+    for _, there in aside:
+        delete_tree(there)

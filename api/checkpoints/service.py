@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from core.db.engine import Database
@@ -13,7 +12,7 @@ from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle import retention
 from core.jobs.lifecycle.submit import find
 from core.jobs.policies import audit
-from core.removal import delete_tree, set_aside
+from core.removal import removing
 from core.settings import Settings
 from core.storage.layout import Layout
 from core.storage.store import Store
@@ -23,8 +22,7 @@ def delete(
     database: Database, settings: Settings, layout: Layout, store: Store, actor: Actor, job_id: str, handle: str
 ) -> dict[str, Any]:
     """Raises NotFound, and Conflict while the job, or one that may go on from it, has not ended."""
-    gone: Path | None = None
-    with database.write() as session:
+    with removing(retention.ASIDE) as set_aside, database.write() as session:
         job = find(session, actor, job_id, lock=True)
         if Status(job.status) not in FINAL:
             words = (
@@ -37,9 +35,7 @@ def delete(
         found = checkpoints.choose(checkpoints.of_job(store, job_id), handle, job_id, "checkpoint_id", damaged=True)
         audit.record(session, actor, "checkpoint.delete", job_id, {"checkpoint": found.id, "bytes": found.bytes})
         if not settings.is_remote:
-            gone = set_aside(layout.root / found.key, retention.ASIDE)
-    if gone is not None:
-        delete_tree(gone)
-    else:
+            set_aside(layout.root / found.key)
+    if settings.is_remote:
         store.discard(found.key)
     return {"id": found.id, "deleted": True, "freed_bytes": found.bytes}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -14,7 +13,7 @@ from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle import deletion, retention
 from core.jobs.lifecycle.deletion import Freed, Obstacle
 from core.jobs.lifecycle.registry import exports
-from core.removal import delete_tree, set_aside
+from core.removal import removing
 from core.settings import Settings
 from core.storage.layout import Layout
 from core.storage.store import Store
@@ -55,20 +54,11 @@ class Deletions:
         with self._database.read() as session:
             goes = self._of(session, deletion.require(session, actor, job_id), job_id)
         half_life = self._settings.fairshare_half_life_hours * 3600.0
-        aside: list[tuple[Path, Path]] = []
-        try:
-            with self._database.write() as session:
-                if not deletion.remove(session, actor, job_id, goes.freed, half_life):
-                    goes = Deletion(job_id, None, None, (), Freed(), (job_id,), ())
-                for folder in [] if self._settings.is_remote else map(self._layout.job, goes.runs):
-                    if folder.is_dir():
-                        aside.append((folder, set_aside(folder, retention.ASIDE)))
-        except BaseException:
-            for folder, there in aside:  # the transaction failed at its end: the job is still there
-                there.rename(folder)
-            raise
-        for _, there in aside:
-            delete_tree(there)
+        with removing(retention.ASIDE) as set_aside, self._database.write() as session:
+            if not deletion.remove(session, actor, job_id, goes.freed, half_life):
+                goes = Deletion(job_id, None, None, (), Freed(), (job_id,), ())
+            for run in () if self._settings.is_remote else goes.runs:
+                set_aside(self._layout.job(run))
         for run in goes.runs if self._settings.is_remote else ():
             self._store.discard(f"runs/{run}")
         return goes
