@@ -14,7 +14,8 @@ from eft.terminal import trial
 from sqlalchemy import select
 
 from core.db.tables import Attempt, Job
-from core.jobs.lifecycle.finish import Succeeded
+from core.jobs.lifecycle.claims import Slot, claim
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from core.plan.constants import MOST_ALIKE
 from core.settings import Settings
 from tests.support import selftest
@@ -288,7 +289,38 @@ def test_rewards_are_tried_before_a_training(box: Any, tiny: Path, tmp_path: Pat
         refused = box.http.post(route, json=job)
         assert (refused.status_code, refused.json()["error"]["code"]) == (422, "rewards_do_not_teach"), refused.text
         assert "stage.force" in refused.json()["error"]["message"]
+    # A file that was uploaded once more has the same prompts, and another loss learns no more from them.
+    again = box.upload(jsonl([{"prompt": f"letter {n}?", "reference": "a"} for n in range(3)]))["id"]
+    assert again != file_id
+    for other in ({"data": again}, {"stage": stage | {"loss": "gspo", "num_iterations": 2, "slots": 2}}):
+        refused = box.http.post("/jobs?dry_run=true", json=job | other)
+        assert refused.json()["error"]["code"] == "rewards_do_not_teach", (other, refused.text)
+    others = box.upload(jsonl([{"prompt": f"letter {n}!", "reference": "a"} for n in range(3)]))["id"]
+    assert box.http.post("/jobs?dry_run=true", json=job | {"data": others}).status_code == 200
     sharper = job | {"stage": stage | {"temperature": 1.5}}
     assert box.http.post("/jobs?dry_run=true", json=sharper).status_code == 200
     assert box.http.post("/jobs", json=job | {"stage": stage | {"force": True}}).status_code == 201
     assert box.client("elsewhere", "bob").get(self_link).status_code == 404
+
+
+def test_a_trial_holds_for_jobs_on_the_same_task(api: Any) -> None:
+    """Problems of a task are the same by their fields, and no file is named."""
+    task = {"type": "task", "name": "chain_sum", "size": 40, "level": 0}
+    job = {"model": "org/tiny", "data": {"train": task}, "stage": {"type": "grpo", "reward": ["task"]}}
+    job["training"] = {"max_length": 512}
+    api.clear_line()
+    for alike in (30, 28):  # of 32; the newest counts
+        asked = api.http.post("/rewards/try", json=job)
+        assert asked.status_code == 202, asked.text
+        with api.database.write() as session:
+            prepared = claim(session, "wrk-test", "box", Slot("prepare-9", "prepare"), 600)
+            assert prepared is not None and prepared.token.job_id == asked.json()["id"]
+            finish(session, prepared.token, "prepare", Succeeded({"path": "m"}), 0, RetryPolicy())
+        token = api.go_on(asked.json()["id"])
+        found = {"share_alike": alike / 32, "groups_alike": alike, "prompts": 32}
+        with api.database.write() as session:
+            finish(session, token, "trial", Succeeded(found), 0, RetryPolicy())
+        answer = api.http.post("/jobs?dry_run=true", json=job)
+        assert answer.status_code == (422 if alike == 30 else 200), answer.text
+        other = job | {"data": {"train": task | {"level": 1}}}
+        assert api.http.post("/jobs?dry_run=true", json=other).status_code == 200

@@ -136,3 +136,10 @@ class PPOStage(RolloutStage):
 
 LearnsFromAnswers = GRPO | RLOO | PPOStage
 """The stages of this module."""
+
+ONLY_LEARNING = frozenset(
+    {"beta", "num_iterations", "loss", "epsilon", "epsilon_high", "epsilon_value", "scale_rewards", "gamma", "lam"}
+    | {"value_coef", "whiten_advantages", "eval_temperature", "num_generations_eval", "slots", "force"}
+)
+"""Fields that decide what is learned from answers, or how they are made, and neither the answers to the prompts of
+training nor whether those of a group differ. A trial of rewards holds for any values of them."""
