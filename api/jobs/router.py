@@ -339,12 +339,13 @@ def job_metrics(
     """Loss, learning rate, gradient norm, tokens per second and the trainer's other metrics, by optimizer step.
 
     With `points` every series is thinned out by min-max buckets: the first and the last point stay, and of each
-    of (points - 2) / 2 runs of equal length the smallest and the largest value, so that no spike is lost. Where
+    of (points - 2) / 2 runs of about equal length the smallest and the largest value, so that no spike is lost. Where
     several attempts did a step, the latest one's value stands.
     """
     wanted = [name for name in (names or "").split(",") if name]
     with app.database.read() as session:
-        series = curves(session, find(session, principal, job_id), wanted, points, clock, first_step, last_step)
+        job = find(session, principal, job_id)
+        series = curves(session, app.layout, job, wanted, points, clock, first_step, last_step)
     if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")

@@ -67,6 +67,10 @@ class Layout:
     def job(self, job_id: str) -> Path:
         return self.runs / _checked(job_id)
 
+    def curves(self, job_id: str) -> Path:
+        """The job's long curves, thinned out (core/jobs/views/levels.py). Can be made again."""
+        return self.job(job_id) / "curves.npz"
+
     def session(self, session_id: str) -> Path:
         """What all attempts of a session share: the tensors of its log, its snapshots, what it saves."""
         return self.job(session_id) / "session"

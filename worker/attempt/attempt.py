@@ -23,6 +23,7 @@ from core.jobs.kinds import CHILDREN, Kind
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, RetryPolicy, Succeeded, finish
+from core.jobs.views import curves
 from core.spec.run.folder import CHECKPOINTS, LOG_FILE
 from core.storage.store import StoreAway
 from worker import leftovers, orders, processes
@@ -84,6 +85,7 @@ class AttemptRunner:
             end = self._attend()
             if end is not None:
                 self._finish(*end)
+                self._keep_curves()
         finally:
             if self.child is not None:
                 self.child.reap()
@@ -426,6 +428,13 @@ class AttemptRunner:
         words = result.kind if isinstance(result, Succeeded) else str(result)
         self._trackers.end(after)
         log.info("attempt %d of %s: %s → %s", self.token.attempt, self.claim.label, words, after or "lost")
+
+    def _keep_curves(self) -> None:
+        """Thin long curves out for those who look at them later. A service to them: it may fail."""
+        try:
+            curves.prepare(self.site.database, self.site.layout, self.token.job_id)
+        except Exception:
+            log.exception("curves of %s", self.token.job_id)
 
     def _write_end(self, result: Outcome, code: int | None) -> Status | None:
         settings = self.site.settings

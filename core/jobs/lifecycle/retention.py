@@ -171,7 +171,7 @@ def _spare(session: Session, layout: Layout, job_id: str, before: float) -> tupl
 def _written(layout: Layout, job_id: str) -> tuple[Path, ...]:
     """What its trainers wrote of how it went."""
     found = [path / name for path in layout.job(job_id).glob("attempt-*") for name in (LOG_FILE, EVENTS_FILE)]
-    return tuple(sorted(path for path in found if path.is_file()))
+    return tuple(sorted(path for path in [*found, layout.curves(job_id)] if path.is_file()))
 
 
 def _named_files(session: Session) -> set[str]:

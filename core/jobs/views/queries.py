@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Text, cast, func, select
+from sqlalchemy import ColumnElement, Select, Text, cast, func, select
 from sqlalchemy.orm import Session, defer
 
 from core.db.tables import Artifact, Attempt, Event, File, Job, Metric
@@ -14,6 +14,9 @@ from core.errors import NotFound
 from core.jobs.base.paging import ResultPage, UnknownCursor
 from core.jobs.base.states import Status
 from core.jobs.kinds import Kind
+
+Point = tuple[int, float, float, int]
+"""Of a curve: step, value, time, attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +160,32 @@ def step_times(
 ) -> list[tuple[int, float]]:
     """For each step of a metric the seconds from the job's first report of it to that of the step."""
     kept = Metric.__table__.c
-    query = select(func.min(Metric.time)).where(Metric.job_id == job_id, Metric.name == name)
-    began = session.execute(query).scalar_one_or_none() or 0.0
+    began = first_report(session, job_id, name)
     found = _by_step(session, kept.time, kept.name == name, *_range(job_id, first, last))
     return [(step, round(time - began, 3)) for step, time in found]
+
+
+def first_report(session: Session, job_id: str, name: str) -> float:
+    """When the job told its first step of a metric, whichever attempt did; 0 where it has told none."""
+    query = select(Metric.time).where(Metric.job_id == job_id, Metric.name == name)
+    found = session.execute(query.order_by(Metric.step, Metric.attempt).limit(1)).scalar_one_or_none()
+    return 0.0 if found is None else found
+
+
+def metric_points(session: Session, job_id: str, name: str, first: int | None = None) -> list[Point]:
+    """Points of a metric by step, from step `first` on, each as the latest attempt has told it."""
+    kept = Metric.__table__.c
+    query = select(kept.step, kept.value, kept.time, kept.attempt)
+    which = (kept.name == name, *_range(job_id, first, None))
+    found = _fetched(session, query.where(*which).order_by(kept.step, kept.attempt))
+    attempts = {attempt for _, _, _, attempt in found}
+    return found if len(attempts) <= 1 else list({point[0]: point for point in found}.values())
+
+
+def has_points(session: Session, job_id: str, name: str, count: int) -> bool:
+    """Whether the metric has so many points, those of all attempts counted."""
+    query = select(Metric.step).where(Metric.job_id == job_id, Metric.name == name)
+    return session.execute(query.order_by(Metric.step).offset(count - 1).limit(1)).first() is not None
 
 
 def _range(job_id: str, first: int | None, last: int | None) -> Iterator[ColumnElement[bool]]:
@@ -175,13 +200,18 @@ def _range(job_id: str, first: int | None, last: int | None) -> Iterator[ColumnE
 def _by_step(session: Session, what: ColumnElement[float], *which: ColumnElement[bool]) -> list[tuple[int, float]]:
     kept = Metric.__table__.c
     query = select(kept.step, what).where(*which).order_by(kept.step, kept.attempt)
-    # The driver's own tuples: rows of SQLAlchemy would be three quarters of the time of a curve of 100,000 steps.
-    cursor = session.connection().execute(query).cursor
-    assert cursor is not None
-    rows: list[tuple[int, float]] = list(cursor.fetchall())
-    cursor.close()
+    rows = _fetched(session, query)
     latest = dict(rows)  # the last one of each step
     return rows if len(latest) == len(rows) else list(latest.items())
+
+
+def _fetched(session: Session, query: Select[Any]) -> list[Any]:
+    """The driver's own tuples: rows of SQLAlchemy would be three quarters of the time of a curve of 100,000 steps."""
+    cursor = session.connection().execute(query).cursor
+    assert cursor is not None
+    rows = list(cursor.fetchall())
+    cursor.close()
+    return rows
 
 
 def metric_at(session: Session, job_id: str, name: str, step: int) -> float | None:
