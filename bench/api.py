@@ -12,7 +12,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,20 @@ def our_server(url: str, folder: Path, stack: ExitStack) -> tuple[Server, dict[s
     migrate.upgrade(database)
     key = keys.create(database, project="bench", user="bench", name="bench")
     database.dispose()
+    ours = stack.enter_context(started(url, folder))
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    return ours, headers, _upload(ours, headers)
+
+
+def started(url: str, folder: Path) -> AbstractContextManager[Server]:
+    """Our API over a database that is there."""
     environment = {
         "EFT_DATA": str(folder / "data"),
         "EFT_DATABASE_URL": url,
         "EFT_RATE_PER_MINUTE": "0",
         "EFT_MIN_FREE_BYTES": "0",
     }
-    ours = stack.enter_context(server("api", environment, folder / "api.log"))
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    return ours, headers, _upload(ours, headers)
+    return server("api", environment, folder / "api.log")
 
 
 def _upload(ours: Server, headers: dict[str, str]) -> str:

@@ -2,14 +2,14 @@
 [--jobs N] [--longest N] [--rounds N] [--mlflow FOLDER] [--folder FOLDER]`.
 
 Compare holds `runs` jobs with `metrics` curves of `steps` steps beside each other: time to the first paint and to the
-drawn curves, when the server reads them for the first time and when it has kept them; frames while one drags over a
-curve, moves over it and shows all of it again; memory of the page. Jobs scrolls through `jobs` rows: time to load all
-of them, and frames while scrolling. MLflow's server holds the same curves, and its page is asked in turn, in a browser
-of its own: processor seconds of browser and server until the curves are drawn, and of the browser for a gesture. It is
-installed into an environment of its own (`--mlflow`, by default a folder that is deleted afterwards). Rows are written
-to the databases directly, in the form in which workers and MLflow's store write them. Another job has one curve of
-`longest` steps; its page is opened alone. With `--folder` the databases are kept there, and filled only where they are
-not.
+drawn curves, when nobody has looked at them before, right after the server was started again, and later; frames while
+one drags over a curve, moves over it and shows all of it again; memory of the page. Jobs scrolls through `jobs` rows:
+time to load all of them, and frames while scrolling. MLflow's server holds the same curves, and its page is asked in
+turn, in a browser of its own: processor seconds of browser and server until the curves are drawn, and of the browser
+for a gesture. It is installed into an environment of its own (`--mlflow`, by default a folder that is deleted
+afterwards). Rows are written to the databases directly, in the form in which workers and MLflow's store write them.
+Another job has one curve of `longest` steps; its page is opened alone. With `--folder` the databases are kept there,
+and filled only where they are not.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import web_mlflow
-from bench.api import _json, our_server
+from bench.api import _json, our_server, started
 from bench.report import compare, finish, hardware, show
 from bench.server import Server
 from bench.web_data import NAMES, Wanted, fill
+from core.storage.layout import Layout
 from tests.support.browser import MISSING, Browser, browser, programs
 
 FRAMES = """const [work, frames] = arguments, done = arguments[arguments.length - 1], times = [];
@@ -201,8 +202,14 @@ def main() -> None:
         kept = asked.folder or folder
         kept.mkdir(exist_ok=True)
         peer = web_mlflow.Peer(web_mlflow.environment(asked.mlflow or folder / "mlflow"), kept)
-        ours, headers, file_id = our_server(f"sqlite:///{kept / 'eft.db'}", kept, stack)
+        url = f"sqlite:///{kept / 'eft.db'}"
+        first = stack.enter_context(ExitStack())
+        ours, headers, file_id = our_server(url, kept, first)
         compared = _filled(kept, wanted, asked.jobs, peer, ours, headers, file_id)
+        for job in compared:
+            kept_curves = Layout(kept / "data").curves(job)
+            kept_curves.parent.mkdir(parents=True, exist_ok=True)
+            kept_curves.unlink(missing_ok=True)
 
         def beside(what: str, address: str) -> Browser:
             (folder / what).mkdir()
@@ -215,13 +222,24 @@ def main() -> None:
         window.type("input[name=key]", headers["Authorization"].removeprefix("Bearer "))
         window.click("button.main")
         window.find("header.bar")
-        path = f"http://{ours.address}/ui/compare?" + "&".join(f"job={one}" for one in compared[:-1])
-        mine = Page(window, folder / "browser", ours.pid, path, "return eft.drawn > 0", "#plot-loss .u-over")
-        results = {"compare": {f"cold: {what}": value for what, value in mine.open().items()}}
-        longest = f"http://{ours.address}/ui/jobs/{compared[-1]}"
-        long = Page(window, folder / "browser", ours.pid, longest, mine.drawn, mine.curve)
-        results["one long curve"] = {f"cold: {what}": value for what, value in long.open().items()}
+        compare_path = "/ui/compare?" + "&".join(f"job={one}" for one in compared[:-1])
+        paths = {"compare": compare_path, "one of the runs": f"/ui/jobs/{compared[0]}"}
+        paths["one long curve"] = f"/ui/jobs/{compared[-1]}"
+
+        def page(server: Server, what: str) -> Page:
+            address = f"http://{server.address}{paths[what]}"
+            return Page(window, folder / "browser", server.pid, address, "return eft.drawn > 0", "#plot-loss .u-over")
+
+        results: dict[str, dict[str, Any]] = {what: {} for what in paths}
+        for what in ("compare", "one long curve"):
+            results[what] |= {f"first look: {key}": value for key, value in page(ours, what).open().items()}
+        first.close()
+        ours = stack.enter_context(started(url, kept))
+        for what in paths:
+            results[what] |= {f"after a restart: {key}": value for key, value in page(ours, what).open().items()}
+        mine, long = page(ours, "compare"), page(ours, "one long curve")
         results["one long curve"] |= long.open() | _of_frames("gestures", sorted(long.gestures(8)["frames"]))
+        window.go(f"http://{ours.address}/ui/jobs")
         results["jobs"] = _jobs(window, asked.jobs)
         stack.enter_context(peer.serve())
         other = beside("peer", peer.address)
@@ -304,7 +322,6 @@ def _beside(mine: Page, theirs: Page, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def _jobs(window: Browser, count: int) -> dict[str, float]:
-    window.go("ui/jobs")
     window.find("#jobs tbody tr")
     began = time.monotonic()
 

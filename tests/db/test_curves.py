@@ -94,7 +94,7 @@ def test_it_grows_with_the_run_through_retries_and_the_end(run: Run) -> None:
     assert 400 < run.covered() < 950
     run.is_now("succeeded", 2)
     curves.prepare(run.database, run.layout, run.job)
-    assert run.covered() == 949 // levels.CHUNK * levels.CHUNK
+    assert run.covered() == 949 // curves.RUN * curves.RUN
     assert not list(run.file.parent.glob(".*"))
     run.look()
 
@@ -123,6 +123,24 @@ def test_asked_for_many_points_it_reads_the_whole_curve(run: Run) -> None:
     assert run.look(points=400) == queries.thin_out(whole, 400)
 
 
+@pytest.mark.parametrize("ends", [(1, 4000), (3, 3990), (777, 3555), (33, 64), (2000, None), (None, 2500), (17, 9000)])
+def test_a_part_of_a_curve_loses_no_extreme(run: Run, ends: tuple[int | None, int | None]) -> None:
+    run.tell(1, 4000)
+    run.is_now("succeeded", 1)
+    curves.prepare(run.database, run.layout, run.job)
+    first, last = ends
+    with run.database.read() as session:
+        job = session.get(Job, run.job)
+        assert job is not None
+        seen = curves.curves(session, run.layout, job, ["loss"], POINTS, True, first, last)
+        whole = queries.metric_series(session, run.job, "loss", first, last)
+    thin, clock = seen["loss"], seen["seconds"]
+    assert len(thin) <= POINTS and set(thin) <= set(whole) and (thin[0], thin[-1]) == (whole[0], whole[-1])
+    values = [value for _, value in whole]
+    assert {min(values), max(values)} <= {value for _, value in thin}
+    assert (clock[0], clock[-1]) == ((whole[0][0], whole[0][0] - 1), (whole[-1][0], whole[-1][0] - 1))
+
+
 @pytest.mark.parametrize("harm", ["truncated", "rubbish", "restored"])
 def test_a_file_that_does_not_fit_is_made_again(run: Run, harm: str, caplog: pytest.LogCaptureFixture) -> None:
     run.tell(1, 1000)
@@ -140,7 +158,7 @@ def test_a_file_that_does_not_fit_is_made_again(run: Run, harm: str, caplog: pyt
                 session.execute(delete(Metric).where(Metric.job_id == run.job, Metric.step > 700))
             run.tell(701, 900)
     run.look()
-    assert run.covered() == (900 if harm == "restored" else 1000) // levels.CHUNK * levels.CHUNK
+    assert run.covered() == (900 if harm == "restored" else 1000) // curves.RUN * curves.RUN
     assert ("is made again" in caplog.text) == (harm != "restored")
 
 

@@ -149,16 +149,31 @@
   };
 
   const names = () => [...new Set([...data.values()].flatMap((one) => Object.keys(one)))].sort();
-  const drawAll = () => {
+  const drawAll = (told) => {
     const there = new Set(names()), over = ended() && loaded, wanted = [...main.filter(([, list]) => !over || list.some((name) => there.has(name))), ...rewards.filter(([, list]) => list.some((name) => there.has(name)))];
     const words = options.more.toLowerCase().split(/[\s,]+/).filter(Boolean);
     const known = new Set(wanted.flatMap(([, list]) => list));
     for (const name of names()) if (!known.has(name) && words.some((word) => name.includes(word))) wanted.push([name, [name]]);
     const shown = new Set(wanted.map(([title]) => title));
     for (const [title, chart] of charts) if (!shown.has(title)) { chart.end(); charts.delete(title); $(`plot-${title.replace(/[^a-z0-9]+/gi, "-")}`)?.remove(); }
-    wanted.forEach(([title, list]) => draw(title, list));
     box.classList.toggle("nothing", over && !there.size);
-    beside();
+    for (const title of due.keys()) if (!shown.has(title)) due.delete(title);  // the parts behind the charts too: they come last again
+    for (const [title, list] of wanted) if (!due.has(title)) due.set(title, () => { draw(title, list); if (data.size) eft.shownAt ||= performance.now(); });
+    due.set(" beside", beside).set(" offer", () => offer(known));
+    if (told) after.push(told);
+    if (!drawing) { drawing = true; step(); }
+  };
+  // A chart a frame, so that many of them hold up no gesture; a page that nobody sees has no frames.
+  const due = new Map(), after = [];
+  let drawing = false;
+  const step = () => {
+    const [next] = due;
+    if (!next) { drawing = false; after.splice(0).forEach((told) => told()); return; }
+    due.delete(next[0]);
+    if (document.hidden) setTimeout(step); else requestAnimationFrame(step);
+    next[1]();
+  };
+  const offer = (known) => {
     const offered = names().filter((name) => !known.has(name) && name !== "seconds");
     if ($("names") && $("names").childElementCount !== offered.length)
       $("names").replaceChildren(...offered.map((name) => { const one = document.createElement("option"); one.value = name; return one; }));
@@ -200,8 +215,8 @@
   };
 
   // Drawn as they come, four times a second at most: a curve that is long does not keep the others waiting.
-  let due = 0;
-  const soon = () => { due ||= setTimeout(() => { due = 0; drawAll(); eft.shownAt ||= performance.now(); }, eft.shownAt ? 250 : 0); };
+  let timer = 0;
+  const soon = () => { timer ||= setTimeout(() => { timer = 0; drawAll(); }, eft.shownAt ? 250 : 0); };
   const ask = (query) => Promise.all(jobs.map(async (job) => {
     const reply = await eft.fetch(`jobs/${job.id}/metrics?points=${POINTS}${query}`);
     if (reply.ok) { data.set(job.id, await reply.json()); if (!eft.drawn) soon(); }
@@ -210,12 +225,9 @@
     if (!eft.drawn) await ask(`&names=${FIRST.join(",")}`);  // whether it learns, before all the rest
     await ask("&clock=true");
     loaded = true;
-    clearTimeout(due);
-    due = 0;
-    drawAll();
-    eft.shownAt ||= performance.now();
-    eft.drawn = (eft.drawn || 0) + 1;
-    eft.drawnAt ||= performance.now();
+    clearTimeout(timer);
+    timer = 0;
+    drawAll(() => { eft.drawn = (eft.drawn || 0) + 1; eft.drawnAt ||= performance.now(); });
   };
 
   const ended = () => $("top")?.dataset.final === "true";
@@ -235,7 +247,7 @@
       if (kind === "smooth") $("smoothed").textContent = options.smooth;
       drawAll();
     });
-  dark.addEventListener("change", drawAll);
+  dark.addEventListener("change", () => drawAll());
   new ResizeObserver(() => charts.forEach((chart) => chart.fit())).observe(box);
   let last = ended();
   // Curves that take the server long are asked for less often: ten times as long as they took passes between two askings.

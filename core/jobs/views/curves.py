@@ -24,6 +24,8 @@ KEPT_POINTS = 2_000_000
 """Points of all kept curves together; those that were asked for longest ago go first."""
 LONG = 4096
 """Points from which on a curve is thinned out into a file (levels.py)."""
+RUN = 32
+"""Points of which two are kept there."""
 GROWTH = 1 / 8
 """While a job runs, its file is written again when a curve has grown by that share."""
 
@@ -51,10 +53,10 @@ def curves(
                 _kept.move_to_end(key)
                 return kept
     names = names or queries.metric_names(session, job.id)
-    if points is None or first is not None or last is not None:
-        series = _read(session, job.id, names, points, clock, first, last)
+    if points is None:
+        series = _whole(session, job.id, names, clock, first, last)
     else:
-        series = _thinned(session, layout.curves(job.id), job, names, points, clock)
+        series = _thinned(session, layout.curves(job.id), job, names, points, clock, first, last)
     if keeps:
         with _lock:
             _kept[key] = series
@@ -75,35 +77,35 @@ def prepare(database: Database, layout: Layout, job_id: str) -> None:
             _thinned(session, layout.curves(job_id), job, long, 2, False)
 
 
-def _read(
-    session: Session,
-    job_id: str,
-    names: Sequence[str],
-    points: int | None,
-    clock: bool,
-    first: int | None,
-    last: int | None,
+def _whole(
+    session: Session, job_id: str, names: Sequence[str], clock: bool, first: int | None, last: int | None
 ) -> Series:
-    series: Series = {}
-    longest, steps = None, 0
-    for name in names:
-        found = queries.metric_series(session, job_id, name, first, last)
-        if len(found) > steps:
-            longest, steps = name, len(found)
-        if found:
-            series[name] = found if points is None else queries.thin_out(found, points)
-    if clock and longest is not None:
-        times = queries.step_times(session, job_id, longest, first, last)
-        series["seconds"] = times if points is None else queries.thin_out(times, points)
+    found = {name: queries.metric_series(session, job_id, name, first, last) for name in names}
+    series = {name: values for name, values in found.items() if values}
+    if clock and series:
+        longest = max(series, key=lambda name: len(series[name]))
+        series["seconds"] = queries.step_times(session, job_id, longest, first, last)
     return series
 
 
-def _thinned(session: Session, file: Path, job: Job, names: Sequence[str], points: int, clock: bool) -> Series:
+def _thinned(
+    session: Session,
+    file: Path,
+    job: Job,
+    names: Sequence[str],
+    points: int,
+    clock: bool,
+    first: int | None = None,
+    last: int | None = None,
+) -> Series:
     series: Series = {}
     longest, steps, times = "", 0, list[tuple[int, float]]()
     stored = _Stored(session, file, job)
     for name in names:
-        found, rows = stored.curve(name, points)
+        if first is None and last is None:
+            found, rows = stored.curve(name, points)
+        else:
+            found, rows = stored.part(name, points, first, last)
         if found:
             series[name] = queries.thin_out([(step, value) for step, value, _, _ in found], points)
         if clock and rows > steps:
@@ -142,7 +144,7 @@ class _Stored:
         from core.jobs.views import levels
 
         more = found if level is None else found[1:]
-        longer = levels.extended(level, more, len(more) if self._over else self._settled(more))
+        longer = levels.extended(level, more, len(more) if self._over else self._settled(more), RUN)
         if longer is None:
             return found, len(found)
         grown = longer.rows - (0 if level is None else level.rows)
@@ -156,6 +158,22 @@ class _Stored:
         kept = longer.kept.tolist()
         end = more[grown - 1] if grown else found[0]
         return [*kept, *([end] if end[0] > kept[-1][0] else []), *rest], rows
+
+    def part(self, name: str, points: int, first: int | None, last: int | None) -> tuple[list[queries.Point], int]:
+        """As `curve`, from step `first` to `last`. The file is read, but not made longer."""
+
+        def read(begin: int | None, end: int | None) -> list[queries.Point]:
+            return queries.metric_points(self._session, self._job.id, name, begin, end)
+
+        kept = [] if (level := self._levels.get(name)) is None else level.between(first, last)
+        if len(kept) >= max(2 * points, 6):
+            # The runs at both ends may have their extremes outside: they are read.
+            inner = kept[2:-2]
+            begin, end = read(first, inner[0][0]), read(inner[-1][0], last)
+            if begin and end and begin[-1] == inner[0] and end[0] == inner[-1]:
+                return [*begin, *inner[1:-1], *end], len(begin) + len(inner) * RUN // 2 + len(end)
+        found = read(first, last)
+        return found, len(found)
 
     def _settled(self, points: Sequence[queries.Point]) -> int:
         """How many of them will not change: those before the newest step of this attempt. It may tell that one again,

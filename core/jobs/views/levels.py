@@ -1,6 +1,6 @@
 """Long curves of a job, thinned out once and kept in a file of its run folder, so that no page reads them whole again.
 
-Of each run of CHUNK points, the file keeps the smallest and the largest. It covers a curve from its first step to a
+Of each run of so many points, the file keeps the smallest and the largest. It covers a curve from its first step to a
 step from which on nothing is settled yet; the points behind that one come from the database. The last covered point is
 looked up in the database with them: where it is another one (the database was restored, say), the file does not count.
 Nor does it for another attempt, which may do steps again.
@@ -25,7 +25,6 @@ from core.jobs.views import queries
 
 log = logging.getLogger("eft.curves")
 
-CHUNK = 32
 VERSION = 1
 
 _POINT = np.dtype([("step", "i8"), ("value", "f8"), ("time", "f8"), ("attempt", "i8")])
@@ -33,7 +32,7 @@ _POINT = np.dtype([("step", "i8"), ("value", "f8"), ("time", "f8"), ("attempt", 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A curve up to its last covered point: two points of each run of CHUNK, and its first one."""
+    """A curve up to its last covered point: two points of each run, and its first one."""
 
     kept: NDArray[Any]
     rows: int
@@ -41,18 +40,26 @@ class Level:
     last: tuple[int, float]
     """Step and value of the last covered point, whether kept or not."""
 
+    def between(self, first: int | None, last: int | None) -> list[queries.Point]:
+        """What is kept from step `first` to `last`."""
+        steps = self.kept["step"]
+        begin = 0 if first is None else np.searchsorted(steps, first)
+        end = len(steps) if last is None else np.searchsorted(steps, last, "right")
+        found: list[queries.Point] = self.kept[begin:end].tolist()
+        return found
 
-def extended(level: Level | None, points: Sequence[queries.Point], settled: int) -> Level | None:
-    """The level with as many of these further points, in the order of their steps, as whole runs allow; at most the
-    first `settled` of them. None: there is no whole run yet."""
-    whole = settled // CHUNK * CHUNK
+
+def extended(level: Level | None, points: Sequence[queries.Point], settled: int, run: int) -> Level | None:
+    """The level with as many of these further points, in the order of their steps, as whole runs of `run` points allow;
+    at most the first `settled` of them. None: there is no whole run yet."""
+    whole = settled // run * run
     if not whole:
         return level
     found = np.array(points[:whole], _POINT)
-    runs = found.reshape(-1, CHUNK)
+    runs = found.reshape(-1, run)
     low, high = runs["value"].argmin(1), runs["value"].argmax(1)
-    high[low == high] = CHUNK - 1  # all equal: two points as well, so that parts of a curve weigh alike
-    at = np.sort(np.stack([low, high], 1), 1) + np.arange(len(runs))[:, None] * CHUNK
+    high[low == high] = run - 1  # all equal: two points as well, so that parts of a curve weigh alike
+    at = np.sort(np.stack([low, high], 1), 1) + np.arange(len(runs))[:, None] * run
     kept = found[at.ravel()]
     if level is None:
         kept = kept if at[0, 0] == 0 else np.concatenate([found[:1], kept])

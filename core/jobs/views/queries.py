@@ -172,11 +172,13 @@ def first_report(session: Session, job_id: str, name: str) -> float:
     return 0.0 if found is None else found
 
 
-def metric_points(session: Session, job_id: str, name: str, first: int | None = None) -> list[Point]:
-    """Points of a metric by step, from step `first` on, each as the latest attempt has told it."""
+def metric_points(
+    session: Session, job_id: str, name: str, first: int | None = None, last: int | None = None
+) -> list[Point]:
+    """Points of a metric by step, from step `first` to `last`, each as the latest attempt has told it."""
     kept = Metric.__table__.c
     query = select(kept.step, kept.value, kept.time, kept.attempt)
-    which = (kept.name == name, *_range(job_id, first, None))
+    which = (kept.name == name, *_range(job_id, first, last))
     found = _fetched(session, query.where(*which).order_by(kept.step, kept.attempt))
     attempts = {attempt for _, _, _, attempt in found}
     return found if len(attempts) <= 1 else list({point[0]: point for point in found}.values())
