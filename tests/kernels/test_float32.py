@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,22 @@ from core.train.kernels import float32
 from core.train.kernels.float32 import LARGE, SMALL, through_float32
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="torch then has no such kernels")
+
+
+class Summed(torch.autograd.Function):
+    """Twice a layer's result; the gradients of the hidden states are summed in place, as those of q, k and v are."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return (hidden.flatten(0, 1) @ weight.t()).addmm_(hidden.flatten(0, 1), weight.t()).view(*hidden.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, 1)
+        of_weight = rows.t() @ hidden.flatten(0, 1)
+        return (rows @ weight).addmm_(rows, weight).view_as(hidden), of_weight.addmm_(rows.t(), hidden.flatten(0, 1))
 
 
 def computed(dtype: torch.dtype, masked: bool) -> list[Tensor]:
@@ -26,6 +44,7 @@ def computed(dtype: torch.dtype, masked: bool) -> list[Tensor]:
     results = [
         functional.linear(hidden, weight),
         functional.linear(hidden, weight, bias),
+        Summed.apply(hidden, weight),
         functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=not masked, enable_gqa=True
         ),

@@ -162,7 +162,7 @@ def test_leaving_at_every_micro_step_changes_no_bit(tmp_path: Path, tiny_dir: Pa
     left = [event["micro_step"] for folder in attempts for event in events(folder, "checkpoint")]
     assert {0, 1} <= set(left), left
     products = events(calm, "run_record")[0]["record"]["precision"]["products"]
-    assert products == ("through float32" if quicker() and case.stage["type"] != "sft" else "direct")
+    assert products == ("through float32" if quicker() else "direct")
     phases = [[event["phase"] for event in events(folder, "phase")] for folder in attempts]
     assert ["reference" in told for told in phases] == [case.reference] + [False] * (len(attempts) - 1)
     if case.reference:

@@ -93,6 +93,15 @@ def _addmm(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return addmm
 
 
+def _addmm_(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def addmm_(into: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+        if into.dtype is not one.dtype or not _worth_it(one, other):
+            return kernel(into, one, other, beta=beta, alpha=alpha)
+        return into.copy_(kernel(into.float(), one.float(), other.float(), beta=beta, alpha=alpha))
+
+    return addmm_
+
+
 def _forward(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, attn_mask: Any = None, **more: Any) -> Any:
         if query.dtype not in NARROW:
@@ -124,6 +133,7 @@ def _float(mask: Any) -> Any:
 REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "mm": _mm,
     "addmm": _addmm,
+    "addmm_": _addmm_,
     FORWARD: _forward,
     f"{FORWARD}_backward": _backward,
 }

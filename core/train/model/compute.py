@@ -82,12 +82,11 @@ def prepare_compute(run: Run) -> Compute:
 
 
 def products_in_float32(spec: JobSpec, placement: Placement) -> bool:
-    """Whether this processor computes 16-bit products quicker through float32, and the stage lets it: `sft` keeps the
-    bits that it has had, and answers that are sampled are scored by the kernels that sampled them. EFT_KERNELS=portable
-    leaves torch's kernels as they are."""
+    """Whether this processor computes 16-bit products quicker through float32, and the stage lets it: answers that are
+    sampled are scored by the kernels that sampled them. EFT_KERNELS=portable leaves torch's kernels as they are."""
     if os.environ.get("EFT_KERNELS") == "portable" or placement.device.type != "cpu" or placement.autocast is None:
         return False
-    return not isinstance(spec.stage, SFT | RolloutStage) and quicker()
+    return not isinstance(spec.stage, RolloutStage) and quicker()
 
 
 def check_ranks_match(ranks: ProcessGroup, order: RunOrder, placement: Placement) -> dict[str, Any] | None:
