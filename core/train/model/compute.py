@@ -10,7 +10,6 @@ from core.errors import SpecError
 from core.hardware import selftest
 from core.hardware.selftest import Choice, Verdict, choose
 from core.spec.axes.rollout.stages import RolloutStage
-from core.spec.axes.stage import SFT
 from core.spec.job import JobSpec
 from core.spec.run.orders import RunOrder
 from core.spec.settled import method_of
