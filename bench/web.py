@@ -71,7 +71,7 @@ class Page:
     def open(self) -> dict[str, float]:
         """Load it; how long it took, in milliseconds of the clock and seconds of processors. Where the curves were not
         drawn within PATIENCE, `curves drawn` is missing and the other figures are lower bounds."""
-        self.window.go("about:blank")
+        self.window.ask("POST", "/url", {"url": "about:blank"})
         before = self._spent()
         self.window.go(self.address)
         drawn = self._drawn()

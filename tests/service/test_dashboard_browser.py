@@ -290,15 +290,15 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     window.click("[data-sends$='/retry']")
     window.wait(lambda: "/ui/jobs/job-" in window.path and job_id not in window.path, "the page of the retry")
     again = window.path.rpartition("/")[2]
+    window.run("eft.checks = 300")
     assert service.client.post(f"/jobs/{again}/cancel").status_code == 200
     service.wait(again, "cancelled")
     window.wait_for_text("#sentence", "Cancelled", 30)
     assert service.client.delete(f"/jobs/{again}").status_code == 200
-    come_back(window)
     window.wait_for_text("#banner", "no longer there: it was deleted")
 
 
-def test_slots_are_held_and_drained_on_the_page(service: Service, window: Browser) -> None:
+def test_slots_are_held_and_drained_on_the_page(service: Service, window: Browser, rows: Path, models: Path) -> None:
     window.go("ui/box")
     window.type("#new-hold input[name=for]", f"bob {MARKUP}")
     window.type("#new-hold input[name=why]", "a notebook")
@@ -320,9 +320,46 @@ def test_slots_are_held_and_drained_on_the_page(service: Service, window: Browse
     window.click("[data-sends$='/drain']:not([data-body])")
     window.accept("cleaning")
     window.wait_for_text("#box", "Drained: cleaning")
+    _change_the_order(service, window, rows, models)
     window.click("[data-sends$='/undrain']")
     window.wait(lambda: "Drained" not in window.text("#box"), "the node to be back")
     assert service.client.get("/gpus").json()["data"][0]["state"] == "free"
+
+
+def _change_the_order(service: Service, window: Browser, rows: Path, models: Path) -> None:
+    """By mouse and by keyboard, which stays on the button as its row moves; and a maintenance is cancelled."""
+    file_id = service.upload(rows)
+    first, second = (service.submit(job_file(models, file_id, name=name)) for name in ("one", "two"))
+
+    def order() -> list[str]:
+        return [link.rpartition("/")[2] for link in window.run(links)]
+
+    links = "return [...document.querySelectorAll('section td.name a')].map((one) => one.href)"
+    window.wait(lambda: order() == [first, second], "both in the queue", 60)
+    up, down = "[aria-label='Raise the priority of two']", "[aria-label='Lower the priority of two']"
+    window.click(up)
+    window.wait(lambda: order() == [second, first], "the second one first")
+    window.press(up, "\ue007")
+    window.wait(lambda: service.job(second)["priority"] == 2, "the key")
+    window.wait(
+        lambda: window.run("return document.activeElement.ariaLabel") == "Raise the priority of two", "the focus"
+    )
+    for _ in range(2):
+        before = window.run("return eft.refreshed")
+        window.click(down)
+        window.wait(lambda before=before: window.run("return eft.refreshed") > before, "the page")
+    window.wait(lambda: order() == [first, second], "the order of before")
+    assert window.run("return document.activeElement.ariaLabel") == "Lower the priority of two", "though its row moved"
+    for job_id in (first, second):
+        service.client.post(f"/jobs/{job_id}/cancel")
+
+    plan = {"from": "2100-12-24T10:00:00Z", "until": "2100-12-24T12:00:00Z", "why": "a new fan"}
+    assert service.client.post("/maintenance", json=plan).status_code == 201
+    window.run("eft.refresh()")
+    window.wait_for_text("#held", "Maintenance of all nodes")
+    window.click("[aria-label='Cancel this maintenance']")
+    window.wait(lambda: not window.all("#held"), "the maintenance to go")
+    assert not service.client.get("/maintenance").json()["data"]
 
 
 def _change_in_two_tabs(service: Service, window: Browser, job_id: str) -> None:

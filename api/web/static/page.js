@@ -7,6 +7,7 @@ const eft = {
   seen: [],        // numbers of the events that this page was told
   refreshed: 0,    // how often its contents were asked for again
   after: document.body.dataset.after || "",
+  checks: 30000,   // milliseconds between two looks at what is over
   liveParts: {},   // id of a live part → what takes its fresh contents, where that is not the plain exchange
 };
 
@@ -57,6 +58,7 @@ eft.refresh = async () => {
     if (reply.status === 404) { eft.over = true; eft.stream?.close(); return eft.tell("This is no longer there: it was deleted.", "bad"); }
     if (!reply.ok) return;
     const fresh = new DOMParser().parseFromString(await reply.text(), "text/html");
+    const held = document.activeElement?.closest("button")?.ariaLabel;
     for (const part of document.querySelectorAll("[data-live]")) {
       const next = fresh.getElementById(part.id);
       if (!next) continue;
@@ -67,6 +69,9 @@ eft.refresh = async () => {
         && !(name === "selected" && !node.closest("select[data-field]")) } });  // what somebody picks in a form stays
       part.querySelectorAll(".log").forEach((log, at) => { if (scrolls[at]) log.scrollTop = log.scrollHeight; });
     }
+    // A button that has moved, say with its row, keeps the keyboard.
+    if (held && document.activeElement?.ariaLabel !== held)
+      [...document.querySelectorAll("[data-live] button")].find((one) => one.ariaLabel === held)?.focus({ preventScroll: true });
     eft.refreshed += 1;
     eft.times();
     document.dispatchEvent(new Event("eft:refreshed"));
@@ -93,7 +98,12 @@ eft.follow = () => {
   for (const kind of ["status", "phase", "evaluation", "samples", "checkpoint", "resumed", "notice", "run_record", "result", "error", "priority", "after", "preempted", "preempts", "change"])
     stream.addEventListener(kind, hear);
   stream.addEventListener("hello", (event) => { eft.after = event.lastEventId; });
-  stream.addEventListener("end", () => { stream.close(); eft.ended = true; eft.soon(0); });
+  stream.addEventListener("end", () => {
+    stream.close();
+    eft.ended = true;
+    eft.soon(0);
+    setInterval(() => { if (!document.hidden) eft.soon(0); }, eft.checks);  // whether it is still there
+  });
   stream.onopen = () => { if (eft.away) { eft.away = false; eft.tell("", "good"); eft.soon(0); } };
   stream.onerror = async () => {
     if (eft.ended || eft.over) return;

@@ -52,9 +52,11 @@
       if (said === null) return;
       if (sent) sent[field] = said; else path += `?${field}=${encodeURIComponent(said)}`;
     }
-    button.disabled = true;
+    const held = document.activeElement === button;
+    button.disabled = true;  // which takes the keyboard away from it
     const reply = await eft.send(path, method, sent);
     button.disabled = false;
+    if (held) button.focus();
     if (reply && then) location.href = eft.root + (then.endsWith("/") ? then + (await reply.json()).id : then);
   });
 })();
