@@ -7,8 +7,9 @@ the model itself stays as it is. At no time are there more dense weights in memo
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def write_merged(
     folder.mkdir(parents=True)
     base = model.get_base_model()
     # Closed also when the writing is broken off (a full disk, a stop), so that no layer stays merged.
-    with closing(merged_tensors(base, dtype, model_dir if original else None)) as tensors:
+    with _returned_when_freed(), closing(merged_tensors(base, dtype, model_dir if original else None)) as tensors:
         if getattr(base, "_weight_conversions", None):
             # transformers has renamed or fused what the files hold; it can only undo that on all tensors at once.
             write_shards(revert_weight_conversion(base, dict(tensors)).items(), folder, between, shard_bytes)
@@ -66,6 +67,24 @@ def write_merged(
     config.save_pretrained(folder)
     if (model_dir / "generation_config.json").is_file():
         GenerationConfig.from_pretrained(model_dir, local_files_only=True).save_pretrained(folder)
+
+
+M_MMAP_THRESHOLD, APART_BYTES, MOST_BYTES = -3, 2**20, 32 * 2**20
+"""mallopt(3): the parameter, its value within a merge, and the one that glibc itself would arrive at."""
+
+
+@contextmanager
+def _returned_when_freed() -> Iterator[None]:
+    """Within, glibc returns each layer to the kernel as soon as it is freed. It otherwise keeps them in its heap, where
+    small objects between them let it grow by half a layer with every layer. Nothing happens under another C library."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, APART_BYTES)
+    try:
+        yield
+    finally:
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, MOST_BYTES)
 
 
 @torch.no_grad()

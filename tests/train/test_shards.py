@@ -1,0 +1,76 @@
+"""Merged weights are written in constant memory: a limit of the kernel leaves half of what the model takes."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from core.base.files import sha256
+from core.train.base.shards import INDEX_FILE, write_shards
+from core.train.export.merge import merged_tensors, write_merged
+
+
+@contextmanager
+def room(more: int) -> Iterator[None]:
+    """Within, the process gets so many bytes more of the kernel."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_a_model_twice_as_large_as_the_memory_left_is_merged(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=5, num_attention_heads=8,
+        max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    base = LlamaForCausalLM(config)
+    base.save_pretrained(tmp_path / "base")
+    size = sum(parameter.nbytes for parameter in base.parameters())
+    model: Any = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    write_merged(model, tmp_path / "free", model_dir=tmp_path / "base", dtype=torch.float32)
+    with room(size // 2):
+        with pytest.raises((MemoryError, RuntimeError)):
+            dict(merged_tensors(model.get_base_model(), torch.float32, None))
+        write_merged(model, tmp_path / "limited", model_dir=tmp_path / "base", dtype=torch.float32)
+    assert sha256(tmp_path / "free/model.safetensors") == sha256(tmp_path / "limited/model.safetensors")
+    whole = dict(merged_tensors(model.get_base_model(), torch.float32, None))
+    save_file(whole, tmp_path / "plain.safetensors", metadata={"format": "pt"})
+    assert sha256(tmp_path / "plain.safetensors") == sha256(tmp_path / "free/model.safetensors")
+    assert not [one for one in (tmp_path / "limited").iterdir() if one.name.startswith((".", "shard-"))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])
+def test_large_tensors_of_every_dtype_come_back_from_several_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    numbers = torch.arange(3 << 20).reshape(3, -1) % 2
+    tensors = {"large": numbers.to(dtype), "turned": numbers.T.to(dtype), "small": torch.ones((), dtype=dtype)}
+    write_shards(tensors.items(), tmp_path, lambda: None, shard_bytes=1 << 21)
+    assert (tmp_path / INDEX_FILE).is_file()
+    found = {name: one for path in tmp_path.glob("*.safetensors") for name, one in load_file(path).items()}
+    assert found.keys() == tensors.keys()
+    for name, one in tensors.items():
+        assert found[name].shape == one.shape and torch.equal(found[name].float(), one.float()), name
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_shards({"large": torch.ones(1 << 20)}.items(), tmp_path, lambda: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
