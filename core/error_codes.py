@@ -367,7 +367,6 @@ FAILURES: dict[str, Code] = {
     ),
     "rollouts_in_rows": ("Rollouts are batched in rows.", "Use `batching: rows` without `group_by_length`."),
     "rollouts_of_a_stream": ("Prompts are read at once.", "Remove `data.streaming`."),
-    "rollouts_on_one_rank": ("Rollouts run on one rank.", "Set `resources.gpus` to 1."),
     "no_reference_in_rollouts": (
         "There is no starting model beside the trained one for `stage.beta`.",
         "Set it to 0, or train a new adapter.",

@@ -151,6 +151,7 @@ def _train(run: Run, compute: Compute) -> None:
     if run.order.trial_prompts is not None and rollouts is not None:
         result = try_rewards(run, engine, stage, rollouts, run.order.trial_prompts)
         run.events.write("result", result=result, artifacts=[])
+        run.ranks.destroy()
         return
     evaluator = evaluator_of(run, engine, stage, tokenizer, data, rollouts)
     resume(run, engine, loader, state, compute.environment, total_steps)

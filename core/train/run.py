@@ -33,6 +33,8 @@ class Run:
     """Rank of this process; None where the run has one rank."""
     ranks: ProcessGroup = SINGLE_PROCESS
     """All ranks of the run, once they have met (core/train/model/compute.py)."""
+    noticed: dict[str, str] = field(default_factory=dict, init=False)
+    """First message of each notice of this rank, by its code. Only those of rank 0 are in the events by themselves."""
     _at_end: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 
     def __enter__(self) -> Run:
@@ -106,7 +108,14 @@ class Run:
         self.events.write("phase", phase=name)
 
     def notice(self, code: str, message: str) -> None:
+        self.noticed.setdefault(code, message)
         self.events.write("notice", code=code, message=message)
+
+    def share_notices(self) -> None:
+        """Report what other ranks have noticed, each code once an attempt. Collective."""
+        for noticed in self.ranks.all_gather(dict(self.noticed)):
+            for code in noticed.keys() - self.noticed.keys():
+                self.notice(code, noticed[code])
 
     def about(self) -> dict[str, Any]:
         """Entries of the run record."""

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from core.plan.constants import BUCKET_BYTES
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.folder import ORDER_FILE
+from core.spec.run.orders import RunOrder
 from core.train.data.order import BatchOrder
 from core.train.ranks.reduce import buckets
 from core.train.recipe import run
@@ -25,6 +27,8 @@ from tests.support.trainer import ENVIRONMENT, PLAIN, ROOT, chats, events, pairs
 
 WEIGHTS, FIGURES = 5e-5, 2e-6
 """How far two ranks may be from one, of the largest value: sums of float32 in another order (docs/gangs.md)."""
+CANCELLED = 1e-6
+"""How far the loss of rollouts may be: advantages cancel out in it, so that it is much smaller than what it sums up."""
 TRAINING = {"max_steps": 5, "per_device_train_batch_size": 2, "max_length": 64, "precision": "fp32"}
 CASES: dict[str, dict[str, Any]] = {
     "lora": {
@@ -63,6 +67,23 @@ PREFERENCES = {
     "kto": {"stage": "kto", "method": {"type": "lora", "r": 4}, "optimizer": {"learning_rate": 1e-2}},
 }
 CASES |= PREFERENCES
+ROLLOUT = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.5, "num_iterations": 2, "slots": 3,
+           "reward": [{"type": "regex", "pattern": "[a-m]"}, {"type": "length", "most": 3, "slack": 4}]}  # fmt: skip
+ROLLOUTS = {
+    name: {
+        "stage": {"type": name, **ROLLOUT, **stage},
+        "method": {"type": "lora", "r": 4},
+        "optimizer": {"learning_rate": 1e-2},
+        "checkpoint": {"type": "disk", "save_steps": 2},
+    }
+    for name, stage in {
+        "grpo": {"beta": 0.05, "max_resamples": 1},
+        "rloo": {"sampler": "exact", "num_iterations": 1},
+        "ppo": {"num_generations": 1, "beta": 0.05},
+    }.items()
+}
+ROLLOUTS["grpo"]["evaluation"] = {"type": "held_out", "eval_steps": 3}
+CASES |= ROLLOUTS
 RESUMED: dict[str, Any] = {
     "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
     "optimizer": {"learning_rate": 1e-2},
@@ -71,6 +92,8 @@ RESUMED: dict[str, Any] = {
 }
 ASKED = ("1:2", "0:4", "1:5")
 """Which rank is asked to leave, and at which place in training: the other one is not."""
+ROLLOUTS_ASKED = ("1:0", "1:6")
+"""Within a step over a rollout, and while answers are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +104,10 @@ class Ran:
     """Of two ranks and of one: left when the first window's gradients are there."""
     calm: Path
     attempts: list[Path]
+    rollouts: list[Path]
+    """Attempts at what `two` has of `grpo`."""
+    trials: tuple[Path, Path]
+    """Of the rewards of `grpo`, by two ranks and by one."""
     codes: list[list[int]]
     """Of every rank: the exit codes of all runs."""
 
@@ -95,16 +122,22 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "reward": (write_rows(base / "margins.jsonl", preferences(21)), "preference"),
         "kto": (write_rows(base / "judged.jsonl", judged(21)), "kto"),
     }
+    prompts = write_rows(base / "prompts.jsonl", [{"prompt": f"say a letter, number {n}"} for n in range(21)])
+    held_prompts = write_rows(base / "held-prompts.jsonl", [{"prompt": f"say number {n}"} for n in range(3)])
+    judged_rows |= dict.fromkeys(ROLLOUTS, (prompts, "prompt"))
 
     def order(name: str, gpus: int, accumulation: int, resume_from: list[Path] | None = None, **axes: Any) -> Path:
         training = axes.pop("training", TRAINING) | {"gradient_accumulation_steps": accumulation}
         resources = {"gpus": gpus, "accelerator": "cpu"}
         where = base / name.replace(", ", "-")
         for stage, (path, row_format) in judged_rows.items():
-            if axes.get("stage") == stage:
+            asked = axes.get("stage")
+            if asked == stage or (isinstance(asked, dict) and asked["type"] == stage):
                 axes["data"] = {
                     "train": {"type": "path", "path": str(path), "format": row_format}, "rendering": PLAIN
                 }  # fmt: skip
+                if row_format == "prompt" and "evaluation" in axes:
+                    axes["data"]["eval"] = {"type": "path", "path": str(held_prompts), "format": row_format}
         eval_rows = held if "evaluation" in axes else None
         return write_run(
             where, tiny_dir, train, held_out=eval_rows, resume_from=resume_from, cache_dir=base / "cache",
@@ -120,6 +153,14 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     for name in ("step-00000088", "step-00000099"):  # both ranks would find them, and one puts them aside
         (attempts[1] / "checkpoints" / name).mkdir(parents=True)
     asked = [f"{folder}@{who}" for folder, who in zip(attempts, ASKED, strict=False)]
+    rollouts: list[Path] = []
+    for number in range(len(ROLLOUTS_ASKED) + 1):
+        rollouts.append(order(f"rollouts-{number}", 2, 2, resume_from=rollouts[::-1], **CASES["grpo"]))
+    left = [f"{folder}@{who}" for folder, who in zip(rollouts, ROLLOUTS_ASKED, strict=False)]
+    trials = order("two-trials", 2, 2, **CASES["grpo"]), order("one-trial", 1, 4, **CASES["grpo"])
+    for folder in trials:
+        order_of = RunOrder.model_validate_json((folder / ORDER_FILE).read_bytes())
+        (folder / ORDER_FILE).write_text(order_of.model_copy(update={"trial_prompts": 8}).model_dump_json())
     gradients = order("two-gradients", 2, 2, **CASES["full"]), order("one-gradients", 1, 4, **CASES["full"])
     first = next(iter(two.values()))
     done = subprocess.run(
@@ -127,6 +168,7 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *("--max-restarts", "0", "-m", "tests.support.gang"),
             *(str(folder) for folder in [*two.values(), f"{gradients[0]}@0:1", calm, *asked, attempts[-1]]),
+            *(str(folder) for folder in [*left, rollouts[-1], trials[0]]),
         ],
         cwd=ROOT,
         env=os.environ | ENVIRONMENT,
@@ -136,15 +178,16 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    for folder in one.values():
+    for folder in [*one.values(), trials[1]]:
         assert run(folder) == EXIT_OK, events(folder)[-1]
     assert run(gradients[1], AskedAt(3, gradients[1])) == EXIT_CHECKPOINTED
     codes = [json.loads((first / name).read_text()) for name in (CODES, "codes-1.json")]
-    return Ran(two, one, gradients, calm, attempts, codes)
+    return Ran(two, one, gradients, calm, attempts, rollouts, trials, codes)
 
 
 def test_both_ranks_end_alike(ran: Ran) -> None:
     expected = [EXIT_OK] * len(CASES) + [EXIT_CHECKPOINTED, EXIT_OK] + [EXIT_CHECKPOINTED] * len(ASKED) + [EXIT_OK]
+    expected += [EXIT_CHECKPOINTED] * len(ROLLOUTS_ASKED) + [EXIT_OK] * 2
     assert ran.codes == [expected, expected], events(ran.two["lora"])[-1]
 
 
@@ -167,7 +210,9 @@ def test_two_ranks_train_what_one_does(ran: Ran, case: str) -> None:
     assert len(here) == len(there) == 5
     for two, one in zip(here, there, strict=True):
         for name in ("loss", "grad_norm", *one["values"].keys() & {"min_reward", "max_reward"}):
-            assert two["values"][name] == pytest.approx(one["values"][name], rel=FIGURES), (two["step"], name)
+            slack = CANCELLED if case in ROLLOUTS and name == "loss" else 0.0
+            expected = pytest.approx(one["values"][name], rel=FIGURES, abs=slack)
+            assert two["values"][name] == expected, (two["step"], name)
         assert two["values"]["learning_rate"] == one["values"]["learning_rate"]
     results = [events(found[case], "result")[0]["result"] for found in (ran.two, ran.one)]
     assert results[0]["total_tokens"] == results[1]["total_tokens"], "data is disjoint and all of it is there"
@@ -220,6 +265,39 @@ def test_a_wish_that_reached_one_rank_stops_both_at_one_place_and_the_rest_is_th
         for name in ("loss", "grad_norm", "learning_rate"):
             assert steps[event["step"]][name] == event["values"][name], (event["step"], name)
     assert weights(ran.attempts[-1]) == weights(ran.calm)
+
+
+@pytest.mark.parametrize("stage", ROLLOUTS)
+def test_two_ranks_answer_what_one_does(ran: Ran, stage: str) -> None:
+    two, one = (
+        [json.loads(line) for line in (found[stage] / "artifacts" / "rollouts.jsonl").read_text().splitlines()]
+        for found in (ran.two, ran.one)
+    )
+    assert len(two) == len(one) > 0 and len({line["line"] for line in two}) > 8
+    for here, there in zip(two, one, strict=True):
+        assert here.pop("advantage") == pytest.approx(there.pop("advantage"), rel=1e-4, abs=1e-5)
+        assert here == there, "prompts, answers and rewards, in the same order"
+    for here, there in zip(events(ran.two[stage], "metrics"), events(ran.one[stage], "metrics"), strict=True):
+        figures = [name for name in there["values"] if "reward" in name or "completions" in name]
+        assert figures and all(here["values"][name] == there["values"][name] for name in figures)
+    held = [[event["values"] for event in events(found[stage], "evaluation")] for found in (ran.two, ran.one)]
+    assert held[0] == [pytest.approx(values) for values in held[1]]
+
+
+def test_rollouts_of_two_ranks_resume_to_the_bit(ran: Ran) -> None:
+    left = [events(attempt, "checkpoint")[-1] for attempt in ran.rollouts[:-1]]
+    assert [(one["step"] > 0, one["micro_step"] > 0) for one in left] == [(False, True), (True, False)]
+    assert [event["step"] for attempt in ran.rollouts[1:] for event in events(attempt, "resumed")]
+    assert weights(ran.rollouts[-1]) == weights(ran.two["grpo"])
+    merged = [(folder / "artifacts" / "rollouts.jsonl").read_text() for folder in (ran.rollouts[-1], ran.two["grpo"])]
+    assert merged[0] == merged[1]
+
+
+def test_two_ranks_try_the_rewards_that_one_does(ran: Ran) -> None:
+    two, one = (events(folder, "result")[0]["result"] for folder in ran.trials)
+    for result in (two, one):
+        assert result["step"].pop("train_seconds") > 0 and result["step"].pop("rollout_seconds") > 0
+    assert two == one and two["prompts"] == 8
 
 
 def test_ranks_draw_numbers_of_their_own(ran: Ran) -> None:

@@ -33,7 +33,6 @@ OF_A_STAGE = {
     "no_room_for_prompts",
     "rollouts_in_rows",
     "rollouts_of_a_stream",
-    "rollouts_on_one_rank",
     "no_reference_in_rollouts",
     "exact_sampler",
 }
@@ -272,7 +271,6 @@ EXACT = {**GRPO_JOB["stage"], "sampler": "exact"}
             {"data": {"train": {"type": "file", "id": TRAIN}, "streaming": True}, "training": {"max_steps": 3}},
             "rollouts_of_a_stream",
         ),
-        ({"resources": {"gpus": 2}}, "rollouts_on_one_rank"),
         ({"method": "full"}, None),
         ({"stage": EXACT}, None),
         ({"stage": EXACT, "quantization": "none"}, None),

@@ -108,13 +108,7 @@ class StepOrder(ABC):
 
     def _cut(self, step: int, batch_size: int) -> list[list[int]]:
         """The batches of a step on all ranks, those of one micro-step side by side."""
-        batches = self.cut(self.rows_of(step), batch_size)
-        while len(batches) % self.world:
-            fullest = max(range(len(batches)), key=lambda at: len(batches[at]))
-            rows = batches[fullest]
-            batches[fullest] = rows[: (len(rows) + 1) // 2]
-            batches.append(rows[(len(rows) + 1) // 2 :])  # empty where no batch has two rows
-        return batches
+        return dealt_evenly(self.cut(self.rows_of(step), batch_size), self.world)
 
     def _planned(self, epoch: int) -> Sequence[Sequence[int]]:
         if epoch != self._epoch:
@@ -187,6 +181,16 @@ class StepOrder(ABC):
         order = array("q")
         order.frombytes(torch.randperm(count, generator=generator).numpy().data.cast("B"))
         return order
+
+
+def dealt_evenly(batches: list[list[int]], world: int) -> list[list[int]]:
+    """As many batches for each of `world` ranks, those of one micro-step side by side; batches are halved for that."""
+    while len(batches) % world:
+        fullest = max(range(len(batches)), key=lambda at: len(batches[at]))
+        rows = batches[fullest]
+        batches[fullest] = rows[: (len(rows) + 1) // 2]
+        batches.append(rows[(len(rows) + 1) // 2 :])  # empty where no batch has two rows
+    return batches
 
 
 def digest(lengths: Sequence[int]) -> str:
@@ -323,7 +327,7 @@ def build_order(spec: JobSpec, lengths: Sequence[int], *, rank: int = 0, world: 
     training = spec.training
     accumulation, seed = training.gradient_accumulation_steps, training.seed
     size = training.per_device_train_batch_size
-    if isinstance(spec.stage, RolloutStage):  # on one rank alone (core/plan/compatibility.py)
+    if isinstance(spec.stage, RolloutStage):  # of all ranks together, whoever answers them
         size, accumulation = step_size(spec), 1
     match spec.batching:
         case Rows(group_by_length=False):

@@ -16,6 +16,7 @@ from core.train.evaluation.held_out import describe_batches
 from core.train.evaluation.samples import stop_tokens
 from core.train.generation.sampling import Completion, Key, SamplingParams
 from core.train.model.placement import Placement
+from core.train.ranks.group import ProcessGroup
 from core.train.rollout.graders import Graders
 from core.train.rollout.rewards import Columns, name_rows, reward_of
 from core.train.rollout.sandboxed.programs import (
@@ -184,6 +185,25 @@ class Answerer:
         untold = code not in self._told
         self._told.add(code)
         return untold
+
+
+def together(
+    ranks: ProcessGroup, share: tuple[list[Completion], Judged, list[int]], groups: int, each: int
+) -> tuple[list[Completion], Judged, list[int]]:
+    """Put the answers of all ranks together, `each` to a prompt, which were dealt out in turn. Collective."""
+    answers, judged, draws = share
+    unscored = [judged.unscored.get(at, {}) for at in range(len(answers))]
+    numbers = [(one.tokens, one.logprobs, one.finished) for one in answers]
+    found = ranks.all_gather((numbers, judged.rewards, judged.total, unscored, draws))
+    places = [(found[group % ranks.world], group // ranks.world) for group in range(groups)]
+    answered = [(part, place * each + sample) for part, place in places for sample in range(each)]
+    whole = Judged(
+        {name: [part[1][name][at] for part, at in answered] for name in judged.rewards},
+        [part[2][at] for part, at in answered],
+        {number: part[3][at] for number, (part, at) in enumerate(answered) if part[3][at]},
+    )
+    completions = [Completion(*part[0][at]) for part, at in answered]
+    return completions, whole, [part[4][place] for part, place in places if part[4]]
 
 
 def _told(name: str, whys: Mapping[int, str], asked: Sequence[AnsweredPrompt]) -> str:

@@ -154,7 +154,7 @@ class Graders:
         folder = self._folders[0]
         folder.mkdir(exist_ok=True)
         path = folder / f"{batch.key}.json"
-        aside = path.with_suffix(".new")
+        aside = path.with_suffix(f".{self.run.ranks.rank}.new")  # two ranks may have been given the same answer
         aside.write_text(json.dumps(values))
         sync(aside)
         aside.rename(path)

@@ -3,13 +3,16 @@
 A rollout is a function of its number, the seed and the weights: which prompts, which draws and hence which answers. So
 a run that was killed in one begins it anew, and ends with the same bits; once it is done it is part of each checkpoint,
 since later steps change the weights it was made with.
+
+Of several ranks each answers every so-manyth prompt and rewards its answers. All of them then have the whole rollout,
+so that advantages and figures are those of one rank, and each trains on its share of the batches.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, assert_never
@@ -23,16 +26,18 @@ from core.base.files import sync
 from core.data.rows import PromptOnly
 from core.plan.constants import MOST_ALIKE
 from core.plan.steps import run_steps
+from core.spec.axes.rollout.reward import names_of
 from core.spec.axes.rollout.stages import GRPO, RLOO, GroupStage, LearnsFromAnswers, PPOStage
 from core.spec.run.folder import ROLLOUTS, rollout_file, rollout_tokens_file
+from core.train.base.stop import StopRequested
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import StepBatches
-from core.train.data.order import build_order
+from core.train.data.order import build_order, dealt_evenly
 from core.train.generation.sampling import Completion, Key
 from core.train.model.placement import Placement
 from core.train.policy import PolicyModel
-from core.train.rollout.answers import Answerer, Judged
+from core.train.rollout.answers import Answerer, Judged, together
 from core.train.rollout.buffer import Rollout, advantages_of, leave_one_out, spread_groups
 from core.train.rollout.estimation import estimate, explained_variance
 from core.train.rollout.rewards import columns_of
@@ -105,19 +110,24 @@ class RolloutLoader:
         totals |= {FIGURE + name: value for name, value in rollout.figures(self.stage.max_completion_length).items()}
         if isinstance(self.stage, PPOStage):
             totals[f"{FIGURE}explained_variance"] = explained_variance(rollout)
-        cut = self._cut(rollout, self.batch_size)
+        cut, ranks = self._cut(rollout, self.batch_size), self.run.ranks
         totals["sequences"] = max(1, sum(map(len, cut)))  # what a mixture's balance of experts is a mean over
         if not cut:  # every group's rewards are alike: a step without a gradient, which momentum makes all the same
-            return StepBatches(totals, (lambda: dataset.blank(0, self.pad_token_id, packed=self.prompts_once),))
-        return StepBatches(totals, tuple(partial(self._batch, dataset, rows) for rows in cut))
+            cut = [[] for _ in range(ranks.world)]
+        mine = cut[ranks.rank :: ranks.world]
+        return StepBatches(totals, tuple(partial(self._batch, dataset, rows) for rows in mine))
 
     def _batch(self, dataset: TokenDataset, rows: Sequence[int]) -> Batch:
+        if not rows:
+            return dataset.blank(0, self.pad_token_id, packed=self.prompts_once)
         return dataset.pack(rows) if self.prompts_once else dataset.collate(rows, self.pad_token_id)
 
     def _cut(self, rollout: Rollout, batch_size: int) -> list[list[int]]:
-        """The answers that have a gradient, as batches."""
+        """The answers that have a gradient, as batches of all ranks, those of one micro-step side by side; with several
+        ranks the last may be empty."""
         rows = self._rows(rollout)
-        return [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
+        cut = [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
+        return dealt_evenly(cut, self.run.ranks.world)
 
     def _rows(self, rollout: Rollout) -> list[int]:
         """Places of the answers that have a gradient."""
@@ -133,11 +143,14 @@ class RolloutLoader:
             return 0
         if self._rollout is None or self._rollout.number != step // self.stage.num_iterations:
             return None
-        done = [row for rows in self._cut(self._rollout, self._saved_batch_size)[:micro_steps] for row in rows]
+        world = self.run.ranks.world
+        cut = self._cut(self._rollout, self._saved_batch_size)[: micro_steps * world]
+        done = {row for rows in cut for row in rows}
         ours = self._cut(self._rollout, self.batch_size)
         if not ours:
             return micro_steps
-        return next((n for n in range(len(ours) + 1) if sum(map(len, ours[:n])) == len(done)), None)
+        counts = range(len(ours) // world + 1)
+        return next((n for n in counts if {row for rows in ours[: n * world] for row in rows} == done), None)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -157,14 +170,11 @@ class RolloutLoader:
     # --- a rollout ------------------------------------------------------------------------------------
 
     def roll_out(self, number: int) -> Rollout:
-        """Sample, reward, compare. StopRequested."""
+        """Sample, reward, compare. Collective. StopRequested, on all ranks."""
         stage = self.stage
         rows = list(self.order.rows_of(number))
         prompts = [self.prompts[row][0].tolist() for row in rows]
-        answers, judged = self._drawn(number, rows, draw=0)
-        draws: list[int] = []
-        if isinstance(stage, GroupStage) and stage.max_resamples:
-            draws = self._redraw(number, rows, answers, judged, stage.max_resamples)
+        answers, judged, draws = self._shared(number, rows)
         rollout = Rollout(
             number,
             prompts,
@@ -186,12 +196,36 @@ class RolloutLoader:
             model: Any = self.answerer.ready.model
             (rollout.token_values["reference"],) = self._of_tokens(rollout, self._logprobs, model.disable_adapter)
         rollout.advantages = advantages(rollout, stage)
-        self._keep(rollout, judged.unscored)
+        if self.run.ranks.first:
+            self._keep(rollout, judged.unscored)
         self._tell(rollout)
         return rollout
 
+    def _shared(self, number: int, rows: Sequence[int]) -> tuple[list[Completion], Judged, list[int]]:
+        """Draw and reward this rank's share of the answers to the prompts of these rows; those of all ranks, and how
+        often each group was drawn. Collective. StopRequested, on all ranks."""
+        ranks, stage = self.run.ranks, self.stage
+        mine = rows[ranks.rank :: ranks.world]
+        share: tuple[list[Completion], Judged, list[int]] | None = None
+        with suppress(StopRequested):
+            answers, judged = self._drawn(number, mine, draw=0)
+            draws: list[int] = []
+            if isinstance(stage, GroupStage) and stage.max_resamples:
+                draws = self._redraw(number, mine, answers, judged, stage.max_resamples)
+            share = answers, judged, draws
+        if ranks.any_rank(share is None):
+            raise StopRequested
+        assert share is not None
+        self.run.share_notices()
+        if ranks.world == 1:
+            return share
+        self.answerer.slots = min(ranks.all_gather(self.answerer.slots))
+        return together(ranks, share, len(rows), stage.num_generations)
+
     def _drawn(self, number: int, rows: Sequence[int], *, draw: int) -> tuple[list[Completion], Judged]:
         """Answers to the prompts of these rows, side by side, and their rewards. StopRequested."""
+        if not rows:
+            return [], Judged({name: [] for name in names_of(self.stage.reward)}, [], {})
         each = self.stage.num_generations
         prompts = [self.prompts[row][0].tolist() for row in rows]
         keys: list[list[Key]] = [
@@ -233,20 +267,29 @@ class RolloutLoader:
     ) -> list[npt.NDArray[np.float32]]:
         """The `count` values that a function finds of each token of all answers that are trained on, end to end, by
         the kernels and batches of training; 0 of the others. `start` makes a context in which the model is the
-        reference."""
+        reference. Collective. StopRequested, on all ranks."""
+        ranks, stopped = self.run.ranks, True
         lengths = [len(answer) for answer in rollout.answers]
         ends = np.cumsum(lengths)
         found: list[npt.NDArray[np.float32]] = [np.zeros(int(ends[-1]), dtype=np.float32) for _ in range(count)]
         dataset = rollout.dataset()
-        with start():
-            for rows in self._cut(rollout, self.batch_size):
+        with suppress(StopRequested), start():
+            for rows in self._cut(rollout, self.batch_size)[ranks.rank :: ranks.world]:
                 self.run.check_stop()
+                if not rows:
+                    continue
                 values = self.answerer.ready.evaluate(self._batch(dataset, rows), function)
                 for into, numbers in zip(found, values, strict=True):
                     parts = torch.split(numbers.cpu(), [lengths[row] for row in rows])
                     for row, part in zip(rows, parts, strict=True):
                         into[ends[row] - lengths[row] : ends[row]] = part.numpy()
-        return found
+            stopped = False
+        if ranks.any_rank(stopped):
+            raise StopRequested
+        if ranks.world == 1:
+            return found
+        summed = ranks.all_reduce(torch.from_numpy(np.stack(found)))  # of each token one rank has more than 0
+        return list(summed.numpy())
 
     def _logprobs(self, policy: PolicyModel, batch: Batch) -> tuple[Tensor, ...]:
         return (policy.logprobs(batch, self.stage.temperature),)
