@@ -100,7 +100,7 @@ def _thinned(
 ) -> Series:
     series: Series = {}
     longest, steps, times = "", 0, list[tuple[int, float]]()
-    stored = _Stored(session, file, job)
+    stored = _StoredCurves(session, file, job)
     for name in names:
         if first is None and last is None:
             found, rows = stored.curve(name, points)
@@ -117,7 +117,7 @@ def _thinned(
     return series
 
 
-class _Stored:
+class _StoredCurves:
     """The curves of a job, as far as its file has them and otherwise from the database."""
 
     def __init__(self, session: Session, file: Path, job: Job) -> None:

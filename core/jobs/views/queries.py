@@ -16,7 +16,7 @@ from core.jobs.base.states import Status
 from core.jobs.kinds import Kind
 
 Point = tuple[int, float, float, int]
-"""Of a curve: step, value, time, attempt."""
+"""Step, value, time and attempt of a point of a curve."""
 
 
 @dataclass(frozen=True, slots=True)
