@@ -19,6 +19,7 @@ import pytest
 
 from api.auth import keys
 from core.db.engine import Database
+from core.storage.layout import Layout
 from tests.support.browser import MISSING, Browser, browser, programs
 from tests.support.service import ROOT, Service, running, wait_for
 
@@ -280,6 +281,8 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     window.accept()
     service.wait(job_id, "cancelled")
     window.wait_for_text("#sentence", "Cancelled", 30)
+    thinned = Layout(service.data).curves(job_id)
+    wait_for(thinned.exists, 30, "the worker to have thinned out the long curve")
     window.wait(lambda: window.run("return eft.ended === true"), "the end of the stream")
     seen = window.run("return eft.seen")
     last = service.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000}).json()["data"][-1][
@@ -290,11 +293,11 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     window.click("[data-sends$='/retry']")
     window.wait(lambda: "/ui/jobs/job-" in window.path and job_id not in window.path, "the page of the retry")
     again = window.path.rpartition("/")[2]
-    window.run("eft.checks = 300")
     assert service.client.post(f"/jobs/{again}/cancel").status_code == 200
     service.wait(again, "cancelled")
     window.wait_for_text("#sentence", "Cancelled", 30)
     assert service.client.delete(f"/jobs/{again}").status_code == 200
+    come_back(window)
     window.wait_for_text("#banner", "no longer there: it was deleted")
 
 

@@ -7,7 +7,6 @@ const eft = {
   seen: [],        // numbers of the events that this page was told
   refreshed: 0,    // how often its contents were asked for again
   after: document.body.dataset.after || "",
-  checks: 30000,   // milliseconds between two looks at what is over
   liveParts: {},   // id of a live part → what takes its fresh contents, where that is not the plain exchange
 };
 
@@ -98,12 +97,7 @@ eft.follow = () => {
   for (const kind of ["status", "phase", "evaluation", "samples", "checkpoint", "resumed", "notice", "run_record", "result", "error", "priority", "after", "preempted", "preempts", "change"])
     stream.addEventListener(kind, hear);
   stream.addEventListener("hello", (event) => { eft.after = event.lastEventId; });
-  stream.addEventListener("end", () => {
-    stream.close();
-    eft.ended = true;
-    eft.soon(0);
-    setInterval(() => { if (!document.hidden) eft.soon(0); }, eft.checks);  // whether it is still there
-  });
+  stream.addEventListener("end", () => { stream.close(); eft.ended = true; eft.soon(0); });
   stream.onopen = () => { if (eft.away) { eft.away = false; eft.tell("", "good"); eft.soon(0); } };
   stream.onerror = async () => {
     if (eft.ended || eft.over) return;
