@@ -22,6 +22,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
+# Before torch reads it: a process in which OpenMP has had threads cannot be forked (tests/support/trainer.py: run).
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:

@@ -32,11 +32,10 @@ from core.train.data.truncate import truncate
 from core.train.examples.mismatched import arrange
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model, load_tokenizer
-from core.train.recipe import run
 from core.train.verify.columns import columns
 from core.train.verify.peer import Replay, train, trained_parameters
 from tests.support.preferences import judged, preferences
-from tests.support.trainer import PLAIN, events, write_rows, write_run
+from tests.support.trainer import PLAIN, events, run, write_rows, write_run
 
 ROWS, BATCH, ACCUMULATION, SEED = 16, 4, 2, 7
 METHOD = LoRA(r=4, lora_alpha=8, lora_dropout=0.0)

@@ -26,14 +26,13 @@ from core.train.base.rng import seed_all
 from core.train.data.order import BatchOrder
 from core.train.data.reader import rows_of
 from core.train.data.tokenise import tokenise
-from core.train.recipe import run
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 from core.train.verify.columns import columns
 from core.train.verify.peer import Replay
 from core.train.verify.peer import train as train_under_trl
 from core.train.verify.replay import start_of
-from tests.support.trainer import chats, events, write_rows, write_run
+from tests.support.trainer import chats, events, run, write_rows, write_run
 
 TOLERANCE = 1e-4
 APART = 2e-2

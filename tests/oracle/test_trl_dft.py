@@ -14,11 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from core.spec.axes.method import Full, LoRA
-from core.train.recipe import run
 from core.train.verify.peer import train, trained_parameters
 from core.train.verify.replay import prepare
 from tests.oracle.test_trl import load_final
-from tests.support.trainer import chats, events, write_rows, write_run
+from tests.support.trainer import chats, events, run, write_rows, write_run
 
 TOLERANCE = 1e-5
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from core.train.recipe import run
-from tests.support.trainer import events, write_rows, write_run
+from tests.support.trainer import events, run, write_rows, write_run
 
 QUESTION = "Is <|im_end|> the end?"
 

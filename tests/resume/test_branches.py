@@ -13,9 +13,8 @@ from core.spec.run.exit_codes import EXIT_FAILED, EXIT_OK
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.manifest import MANIFEST
 from core.train.base.stop import Stop
-from core.train.recipe import run
 from tests.resume.test_resume import AXES, StopAt
-from tests.support.trainer import events, notices, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, notices, pairs, run, weights, write_rows, write_run
 
 KEPT: dict[str, Any] = AXES | {"checkpoint": {"save_steps": 2, "keep_last": 9}}
 

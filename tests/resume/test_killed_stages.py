@@ -18,13 +18,12 @@ from core.spec.run.orders import RewardModelFolder, RunOrder
 from core.train.base.rng import seed_all
 from core.train.model.heads import with_head
 from core.train.model.load import load_model
-from core.train.recipe import run
 from tests.support.grader import grader
 from tests.support.killed import killed
 from tests.support.mixtures import saved
 from tests.support.preferences import judged
 from tests.support.rewards import margins
-from tests.support.trainer import ENVIRONMENT, events, weights, write_rows, write_run
+from tests.support.trainer import ENVIRONMENT, events, run, weights, write_rows, write_run
 
 ROWS, STEPS = 12, 3
 REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluation.reference:sync"

@@ -37,10 +37,9 @@ from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.base.code import code_sha256
 from core.train.base.stop import Stop
-from core.train.recipe import run
 from tests.support.preferences import judged, preferences
 from tests.support.selection import covering
-from tests.support.trainer import ENVIRONMENT, ROOT, events, pairs, write_rows, write_run
+from tests.support.trainer import ENVIRONMENT, ROOT, events, pairs, run, write_rows, write_run
 
 REPORT = ROOT / "bench" / "results" / "matrix-cpu.txt"
 JOURNAL = ROOT / ".matrix.jsonl"

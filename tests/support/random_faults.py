@@ -25,12 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import core.train.recipe
 from core.spec.run.checkpoint_names import progress_of
 from core.spec.run.exit_codes import EXIT_NO_SPACE, EXIT_OK
 from core.spec.run.manifest import MANIFEST
 from core.storage.checkpoints import Snapshots
-from tests.support.trainer import events, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, pairs, run, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
@@ -66,7 +65,7 @@ def disturbed(model: Path, folder: Path, seed: int) -> tuple[list[str], str | No
         write_run(run_dir, model, rows, resume_from=earlier, memory_dir=memory, **AXES)
         attempts.append(run_dir)
         fault = left.pop(0) if left else None
-        code = forked(run_dir, None if fault is None else prepared(fault, draw, run_dir))
+        code = run(run_dir, prepare=None if fault is None else prepared(fault, draw, run_dir))
         for event in events(run_dir, "resumed"):
             if Path(event["path"]) in met:
                 return told, f"attempt {number} continued from {event['path']}, which a fault had met"
@@ -124,24 +123,6 @@ def prepared(fault: str, draw: random.Random, run_dir: Path) -> Callable[[], Non
             return limit
 
 
-def forked(run_dir: Path, prepare: Callable[[], None] | None) -> int:
-    """Run an attempt in a process of its own; its exit status, negative for a signal."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            with (run_dir / "log.txt").open("wb") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-            if prepare is not None:
-                prepare()
-            code = core.train.recipe.run(run_dir)
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
 def damaged(draw: random.Random, attempts: list[Path], met: set[Path]) -> str | None:
     """Do something to a checkpoint, mostly the furthest; None where there is none."""
     found = [path for run_dir in attempts for path in (run_dir / "checkpoints").glob("step-*") if path not in met]
@@ -170,7 +151,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "rows.jsonl", pairs(17))
     calm = write_run(folder / "calm", model, folder / "rows.jsonl", **AXES)
-    if (code := forked(calm, None)) != EXIT_OK:
+    if (code := run(calm)) != EXIT_OK:
         raise SystemExit(f"the undisturbed run ended with {code}: {(calm / 'log.txt').read_text()}")
     bad = 0
     for seed in seeds:

@@ -29,11 +29,10 @@ from core.train.memory.streaming.stream import StreamedModel, stream_from_host
 from core.train.memory.transfer.pinned import HostPool, refused
 from core.train.methods.full import adapt_full
 from core.train.quant.targets import QuantOptions
-from core.train.recipe import run
 from tests.support.blocks import CPU, IDS, backwards, resident, same
 from tests.support.live_bytes import LiveBytes
 from tests.support.small_llama import save
-from tests.support.trainer import events, notices, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, notices, pairs, run, weights, write_rows, write_run
 
 HIDDEN, INNER, KEYS, RANK, HEADS, BLOCKS = 64, 128, 32, 2, 4, 5
 TOKENS = IDS.numel()

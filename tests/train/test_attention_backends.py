@@ -16,8 +16,7 @@ from core.spec.axes.training import Training
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.attention import packed
 from core.train.attention.backends import KERNELS, choose_attention
-from core.train.recipe import run
-from tests.support.trainer import events, pairs, write_rows, write_run
+from tests.support.trainer import events, pairs, run, write_rows, write_run
 
 WANTED = Training.model_fields["attention"].annotation.__args__  # type: ignore[union-attr]
 

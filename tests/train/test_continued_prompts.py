@@ -15,10 +15,9 @@ from core.train.attention.probe import prepare_packing
 from core.train.batch import Batch, continue_prompts
 from core.train.examples.mismatched import with_mismatched_answers
 from core.train.policy import PolicyModel
-from core.train.recipe import run
 from core.train.stage import Loss, Totals
 from tests.support.preferences import judged
-from tests.support.trainer import PLAIN, events, weights, write_rows, write_run
+from tests.support.trainer import PLAIN, events, run, weights, write_rows, write_run
 from tests.train.test_activations import InWindow
 from tests.train.test_batching import token_rows
 from tests.train.test_packing import EXACT, MODELS, engine_of

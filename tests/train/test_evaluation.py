@@ -21,9 +21,8 @@ from core.train.base.stop import Stop
 from core.train.checkpoint import store
 from core.train.entry.ask import ask
 from core.train.evaluation.early_stopping import early_stopping, needed
-from core.train.recipe import run
 from core.train.stages.sft import SupervisedFineTuning
-from tests.support.trainer import chats, events, log, notices, start, weights, write_rows, write_run
+from tests.support.trainer import chats, events, killed_at, log, notices, run, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
@@ -294,32 +293,15 @@ def test_prompts_of_chats_and_of_raw_text(tiny_dir: Path, tmp_path: Path) -> Non
 # --- killed, and on it goes --------------------------------------------------------------------------------
 
 
-KILLED_BEYOND = """
-import os, signal, sys
-from pathlib import Path
-from core.train.base.events import EventWriter
-write = EventWriter.write
-def deadly(self, type, **fields):
-    seq = write(self, type, **fields)
-    if type == "checkpoint" and fields["step"] > int(os.environ["KILL_BEYOND_STEP"]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return seq
-EventWriter.write = deadly
-from core.train.recipe import run
-from core.train.stages.sft import SupervisedFineTuning
-sys.exit(run(Path(sys.argv[1])))
-"""
-
-
 def test_killed_after_the_best_it_decides_the_same(
-    tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path, stopped: Path
 ) -> None:
     """Killed twice: between the best evaluation and the stop, and (asked to leave) while the artifacts are written."""
     best = result(stopped)["best"]["step"]
     axes = AXES | {"evaluation": BEST | {"samples": GREEDY}}
     first = write_run(tmp_path / "first", tiny_dir, rows[0], held_out=rows[1], **axes)
-    monkeypatch.setenv("KILL_BEYOND_STEP", str(best))
-    assert start(first, "-c", KILLED_BEYOND).wait(250) == -signal.SIGKILL, log(first)
+    beyond = killed_at(lambda type, fields: type == "checkpoint" and fields["step"] > best)
+    assert run(first, prepare=beyond) == -signal.SIGKILL, log(first)
     second = write_run(tmp_path / "second", tiny_dir, rows[0], held_out=rows[1], resume_from=[first], **axes)
     assert run(second) == EXIT_OK, events(second, "error")
     assert events(second, "resumed")[0]["step"] > best

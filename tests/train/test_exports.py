@@ -27,13 +27,12 @@ from core.train.export.prepare import prepare_exports
 from core.train.export.retention import LEAST_TUNING, LOGIT_BYTES, TOKENS, measure, probes
 from core.train.model.load import load_tokenizer
 from core.train.quant.model import load_quantized
-from core.train.recipe import run
 from core.train.render.families import FAMILIES
 from core.train.render.jinja.template import without_marks
 from core.train.tools.install import ToolsMissing
 from tests.support.family_tokenizers import family_tokenizer
 from tests.support.tools import CACHE, gguf_tools, torchao_tools
-from tests.support.trainer import events, log, notices, pairs, write_rows, write_run
+from tests.support.trainer import events, log, notices, pairs, run, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "method": {"type": "lora", "r": 8, "target_modules": "all-linear"},

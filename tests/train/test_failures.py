@@ -20,9 +20,20 @@ from core.train.base.stop import Stop
 from core.train.checkpoint import store
 from core.train.data.order import BatchOrder
 from core.train.failures import describe
-from core.train.recipe import run
 from tests.support.squeeze import MMAPS, squeeze
-from tests.support.trainer import ENVIRONMENT, ROOT, events, log, pairs, start, wait_until, write_rows, write_run
+from tests.support.trainer import (
+    ENVIRONMENT,
+    ROOT,
+    Forked,
+    events,
+    log,
+    pairs,
+    run,
+    start,
+    wait_until,
+    write_rows,
+    write_run,
+)
 
 LOSS_TOLERANCE = 2e-5
 """fp32: the same sums in another order, over eight optimizer steps."""
@@ -187,7 +198,7 @@ def _long() -> dict[str, Any]:
 
 
 def _fill(run_dir: Path, full: str) -> None:
-    process = start(run_dir)
+    process = Forked(run_dir)
     wait_until(lambda: len(events(run_dir, "checkpoint")) >= 2, process)
     if full == "limit":
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
@@ -200,7 +211,7 @@ def _fill(run_dir: Path, full: str) -> None:
                 except OSError as error:
                     assert error.errno == errno.ENOSPC
                     time.sleep(0.001)
-    assert process.wait(200) == EXIT_NO_SPACE, log(run_dir)[-2000:]
+    assert process.wait() == EXIT_NO_SPACE, log(run_dir)[-2000:]
     told = events(run_dir, "error")
     if full == "limit":
         assert (told[0]["failure"], told[0]["code"]) == ("machine", "no_space")
@@ -214,14 +225,14 @@ def _fill(run_dir: Path, full: str) -> None:
 
 def test_sigusr1_writes_the_stacks_and_changes_nothing(tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", tiny_dir, rows, training=training(4, 1, steps=100_000))
-    process = start(run_dir)
+    process = Forked(run_dir)
     wait_until(lambda: bool(events(run_dir, "metrics")), process)
     process.send_signal(signal.SIGUSR1)
     wait_until(lambda: "in main" in log(run_dir), process, 90)
     text = log(run_dir)
     assert "most recent call first" in text and "core/train/loop.py" in text
-    process.terminate()
-    assert process.wait(150) == EXIT_CHECKPOINTED
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == EXIT_CHECKPOINTED
 
 
 def test_a_crash_in_native_code_leaves_its_stacks() -> None:

@@ -20,10 +20,9 @@ from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model, load_tokenizer
 from core.train.model.scaler import LOWEST_SCALE, PATIENCE, LossScaler
 from core.train.optim.schedules import build_schedule
-from core.train.recipe import run
 from tests.support.losses import summed
 from tests.support.preferences import preferences
-from tests.support.trainer import events, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, pairs, run, weights, write_rows, write_run
 
 STEPS, LABELS = 12, 30
 SCHEDULE = build_schedule(Linear(warmup_ratio=0.1), 30)

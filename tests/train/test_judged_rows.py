@@ -9,8 +9,7 @@ import pytest
 
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
-from core.train.recipe import run
-from tests.support.trainer import chats, events, notices, write_rows, write_run
+from tests.support.trainer import chats, events, notices, run, write_rows, write_run
 
 PAIR = {"prompt": "count to 3:", "chosen": " one two three", "rejected": " no"}
 GOOD = {"prompt": "count to 3:", "completion": " one two three", "label": True}

@@ -11,9 +11,8 @@ from core.spec.axes.method import Adapter
 from core.spec.run.exit_codes import EXIT_OK
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder
-from core.train.recipe import run
 from tests.support.tools import CACHE, gguf_tools
-from tests.support.trainer import events, log, pairs, start, write_rows, write_run
+from tests.support.trainer import events, log, pairs, run, start, write_rows, write_run
 from tests.train.test_exports import model_dir
 
 __all__ = ["model_dir"]

@@ -19,8 +19,7 @@ from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.base.stop import Stop
 from core.train.export.merge_first import write_merged_model
-from core.train.recipe import run
-from tests.support.trainer import events, pairs, write_rows, write_run
+from tests.support.trainer import events, pairs, run, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.1},

@@ -12,9 +12,8 @@ from transformers import AutoConfig, LlamaForCausalLM
 from core.plan.compatibility import check
 from core.spec.load import parse_job
 from core.spec.run.exit_codes import EXIT_OK
-from core.train.recipe import run
 from tests.support import tiny_model
-from tests.support.trainer import events, log, pairs, write_rows, write_run
+from tests.support.trainer import events, log, pairs, run, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "training": {

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from core.spec.axes.pairs import Way, asked, bordered
-from core.train.recipe import run
 from tests.support.tiny_model import CHAT
-from tests.support.trainer import ROOT, events, write_rows, write_run
+from tests.support.trainer import ROOT, events, run, write_rows, write_run
 
 
 def intents(name: str) -> list[dict[str, str]]:

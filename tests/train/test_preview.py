@@ -18,10 +18,9 @@ from core.train.data import streaming
 from core.train.data.preview import SHOWN_HEAD, SHOWN_TAIL, preview, segments
 from core.train.data.streaming import StreamLoader
 from core.train.model.load import load_tokenizer
-from core.train.recipe import run
 from core.train.render.renderer import renderer_of
 from tests.support.rewards import solutions
-from tests.support.trainer import PLAIN, chats, events, pairs, write_rows, write_run
+from tests.support.trainer import PLAIN, chats, events, pairs, run, write_rows, write_run
 
 
 @pytest.fixture(scope="module")

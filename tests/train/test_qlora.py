@@ -20,9 +20,8 @@ from core.train.base.stop import Stop
 from core.train.export.formats.subject import Withheld, check_memory
 from core.train.hub.model_files import inspect
 from core.train.memory.available import available_bytes
-from core.train.recipe import run
 from tests.support.tiny_model import make
-from tests.support.trainer import events, log, notices, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, log, notices, pairs, run, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "method": {"type": "qlora", "r": 4},

@@ -20,10 +20,9 @@ from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.train.data.order import BatchOrder
 from core.train.ranks.reduce import buckets
-from core.train.recipe import run
 from tests.support.gang import CODES, AskedAt
 from tests.support.preferences import judged, preferences
-from tests.support.trainer import ENVIRONMENT, PLAIN, ROOT, chats, events, pairs, weights, write_rows, write_run
+from tests.support.trainer import ENVIRONMENT, PLAIN, ROOT, chats, events, pairs, run, weights, write_rows, write_run
 
 WEIGHTS, FIGURES = 5e-5, 2e-6
 """How far two ranks may be from one, of the largest value: sums of float32 in another order (docs/gangs.md)."""

@@ -11,10 +11,9 @@ from core.spec.axes.data import TaskRows
 from core.spec.load import load_yaml
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.hub.model_cache import ModelCache
-from core.train.recipe import run
 from core.train.rollout.sandboxed.tasks import prepare_task
 from tests.support.tools import CACHE, task_tools
-from tests.support.trainer import ROOT, events, log, write_run
+from tests.support.trainer import ROOT, events, log, run, write_run
 from tests.train.test_reward_task import linked
 
 RECIPES = ROOT / "examples" / "recipes"

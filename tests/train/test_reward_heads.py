@@ -26,10 +26,9 @@ from core.train.examples.steps import last_labels
 from core.train.model.heads import head_of_model, pad_token_of, with_head
 from core.train.model.load import load_model
 from core.train.optim.groups import decay_groups
-from core.train.recipe import run
 from core.train.verify.replay import start_of
 from tests.support.rewards import margins, solutions
-from tests.support.trainer import ROOT, events, pairs, write_rows, write_run
+from tests.support.trainer import ROOT, events, pairs, run, write_rows, write_run
 
 ROWS = 8
 LORA, QLORA = {"type": "lora", "r": 4, "lora_dropout": 0.0}, {"type": "qlora", "r": 4, "lora_dropout": 0.0}

@@ -22,12 +22,11 @@ from core.spec.settled import method_of
 from core.train.base.events import NullEventWriter
 from core.train.entry.prepare import prepare_reward_model
 from core.train.model.placement import place
-from core.train.recipe import run
 from core.train.rollout.sandboxed.programs import answered
 from core.train.rollout.scorers import Scorer
 from core.train.run import Run
 from tests.support.rewards import margins
-from tests.support.trainer import events, log, write_rows, write_run
+from tests.support.trainer import events, log, run, write_rows, write_run
 
 METHODS: dict[str, dict[str, Any]] = {"lora": {"type": "lora", "r": 4}, "full": {"type": "full"}}
 TRAINING = {"precision": "fp32", "max_length": 96, "per_device_train_batch_size": 4}

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.batch import IGNORE_INDEX, Batch, share_prefixes
 from core.train.loss.router import RouterBalance, add_balance
-from core.train.recipe import run
 from tests.support.mixtures import MODELS, mixture, saved
 from tests.support.preferences import preferences
-from tests.support.trainer import PLAIN, chats, events, write_rows, write_run
+from tests.support.trainer import PLAIN, chats, events, run, write_rows, write_run
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 

@@ -24,8 +24,7 @@ from core.train.export.weights import save_weights
 from core.train.failures import describe
 from core.train.hub.model_files import inspect
 from core.train.model.load import load_model
-from core.train.recipe import run
-from tests.support.trainer import chats, events, notices, pairs, write_rows, write_run
+from tests.support.trainer import chats, events, log, notices, pairs, run, write_rows, write_run
 
 SMALL = {"max_steps": 6, "per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
 
@@ -200,11 +199,11 @@ def test_an_adapter_names_the_commit_of_its_base(tmp_path: Path, tiny_dir: Path)
     assert (written["base_model_name_or_path"], written["revision"]) == ("team/tiny", "c" * 40)
 
 
-def test_raw_text_learns_every_token(tmp_path: Path, tiny_dir: Path, capfd: Any) -> None:
+def test_raw_text_learns_every_token(tmp_path: Path, tiny_dir: Path) -> None:
     rows = [{"text": f"line {n}"} for n in range(8)]
     run_dir = go(tmp_path, tiny_dir, rows, held_out=rows[:3])
-    log = [line.partition(" ")[2] for line in capfd.readouterr().out.splitlines()]
-    kinds = [line.split()[0].rstrip(":") for line in log]
+    lines = [line.split() for line in log(run_dir).splitlines() if line.startswith("20")]  # with a time: no library's
+    kinds = [kind.rstrip(":") for _, kind, *_ in lines]
     assert kinds[0] == "loading" and kinds[-1] == "done" and {"step", "evaluation", "training", "saving"} <= set(kinds)
     assert sum(kind == "step" for kind in kinds) == len(events(run_dir, "metrics")), "a short run shows every step"
     (record,) = (event["record"] for event in events(run_dir, "run_record"))
@@ -223,14 +222,15 @@ def test_raw_text_learns_every_token(tmp_path: Path, tiny_dir: Path, capfd: Any)
     ],
 )
 def test_bad_rows_are_the_users_and_named(
-    tmp_path: Path, tiny_dir: Path, capfd: Any, rows: list[Any], field: str | None, words: str
+    tmp_path: Path, tiny_dir: Path, rows: list[Any], field: str | None, words: str
 ) -> None:
     train = write_rows(tmp_path / "train.jsonl", rows)
-    error = only_error(write_run(tmp_path / "run", tiny_dir, train, training=SMALL))
+    run_dir = write_run(tmp_path / "run", tiny_dir, train, training=SMALL)
+    error = only_error(run_dir)
     assert (error["failure"], error["code"], error["field"]) == ("user", "invalid_data", field)
     assert words in error["message"]
-    log = "".join(capfd.readouterr())
-    assert "Traceback" not in log and f"error invalid_data (user): {error['message']}" in log
+    told = log(run_dir)
+    assert "Traceback" not in told and f"error invalid_data (user): {error['message']}" in told
 
 
 def test_a_run_that_was_started_by_hand_is_advised_on_its_steps(tmp_path: Path, tiny_dir: Path) -> None:

@@ -22,8 +22,7 @@ from core.spec.load import parse_job
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.base.stop import Stop
 from core.train.optim.schedules import build_schedule
-from core.train.recipe import run
-from tests.support.trainer import events, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, pairs, run, weights, write_rows, write_run
 
 READ: TypeAdapter[Any] = TypeAdapter(Schedule)
 KWARGS: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -13,10 +13,9 @@ from transformers import LlamaConfig, MistralConfig
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.attention.probe import prepare_packing, share_prompts
 from core.train.data.dataset import TokenDataset
-from core.train.recipe import run
 from tests.support.losses import by_kernels
 from tests.support.preferences import preferences
-from tests.support.trainer import PLAIN, events, write_rows, write_run
+from tests.support.trainer import PLAIN, events, run, write_rows, write_run
 from tests.train.test_packing import EXACT, MODELS, SIZES, engine_of
 
 PAIRS = ((12, 6, 9), (1, 5, 2), (20, 1, 1), (7, 10, 3))

@@ -9,8 +9,7 @@ import pytest
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.data import streaming
-from core.train.recipe import run
-from tests.support.trainer import PLAIN, events, weights, write_rows, write_run
+from tests.support.trainer import PLAIN, events, run, weights, write_rows, write_run
 from tests.train.test_activations import InWindow
 from tests.train.test_stage_properties import STAGES
 

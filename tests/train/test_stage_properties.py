@@ -19,10 +19,9 @@ from safetensors.torch import load_file
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import REFERENCE
 from core.train.kernels.float32 import quicker
-from core.train.recipe import run
 from tests.support.preferences import judged, preferences
 from tests.support.rewards import margins, solutions
-from tests.support.trainer import PLAIN, events, pairs, weights, write_rows, write_run
+from tests.support.trainer import PLAIN, events, pairs, run, weights, write_rows, write_run
 from tests.train.test_activations import InWindow
 
 ROWS = 12

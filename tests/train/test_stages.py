@@ -16,7 +16,7 @@ from core.train.policy import PolicyModel
 from core.train.stage import Loss, Totals
 from core.train.stages.sft import SupervisedFineTuning
 from core.train.state import TrainerState
-from tests.support.trainer import events, pairs, write_rows, write_run
+from tests.support.trainer import events, pairs, run, write_rows, write_run
 from tests.train.test_activations import InWindow
 
 TRAINING = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_length": 64}
@@ -41,13 +41,13 @@ def test_sums_of_a_stage_are_metrics_whatever_interrupts_a_step(
     rows = write_rows(tmp_path / "rows.jsonl", pairs(18))
     axes: dict[str, Any] = {"training": TRAINING, "method": "lora"}
     straight = write_run(tmp_path / "straight", tiny_dir, rows, **axes)
-    assert recipe.run(straight) == EXIT_OK
+    assert run(straight) == EXIT_OK
     first = write_run(tmp_path / "first", tiny_dir, rows, **axes)
-    assert recipe.run(first, InWindow(first, 5)) == EXIT_CHECKPOINTED
+    assert run(first, InWindow(first, 5)) == EXIT_CHECKPOINTED
     (resumed,) = (tmp_path / "first" / "checkpoints").glob("step-*")
     assert not resumed.name.endswith("step-00000001"), "it was stopped in the middle of a step"
     second = write_run(tmp_path / "second", tiny_dir, rows, resume_from=[first], **axes)
-    assert recipe.run(second) == EXIT_OK
+    assert run(second) == EXIT_OK
     told = [
         {event["step"]: [event["values"][name] for name in ("loss", "rows", "label_tokens")] for event in found}
         for found in (events(straight, "metrics"), [*events(first, "metrics"), *events(second, "metrics")])

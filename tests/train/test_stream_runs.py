@@ -22,9 +22,8 @@ from core.train.base.stop import Stop
 from core.train.memory.streaming.blocks import lay_out
 from core.train.quant.model import load_quantized
 from core.train.quant.targets import QuantOptions
-from core.train.recipe import run
 from tests.support import tiny_model
-from tests.support.trainer import events, log, pairs, write_rows, write_run
+from tests.support.trainer import events, log, pairs, run, write_rows, write_run
 
 BLOCKS = 4
 AXES: dict[str, Any] = {

@@ -16,9 +16,8 @@ from core.spec.run.orders import DataFiles, DataOrder
 from core.train.base.stop import Stop
 from core.train.data import streaming
 from core.train.model.load import load_tokenizer
-from core.train.recipe import run
 from core.train.render.renderer import renderer_of
-from tests.support.trainer import PLAIN, events, pairs, weights, write_rows, write_run
+from tests.support.trainer import PLAIN, events, pairs, run, weights, write_rows, write_run
 
 
 class StopAfter(Stop):
@@ -74,16 +73,15 @@ def test_blocks_made_ahead_are_the_same(tmp_path: Path, tiny_dir: Path, monkeypa
     here = write_run(tmp_path / "here", tiny_dir, train, **axes)
     assert run(here) == EXIT_OK, events(here)[-1]
     monkeypatch.setattr(streaming, "AHEAD_SECONDS", 0.0)
-    made: list[Any] = []
-    kept = streaming._made
-    monkeypatch.setattr(streaming, "_made", lambda *about: made.append(about[1]) or kept(*about))
+    made, kept = tmp_path / "made", streaming._made
+    monkeypatch.setattr(streaming, "_made", lambda *about: made.touch() or kept(*about))
     first = write_run(tmp_path / "first", tiny_dir, train, **axes)
     assert run(first, StopAfter(first, 9)) == EXIT_CHECKPOINTED
-    assert made == [], "only the helper made blocks behind the first"
+    assert not made.exists(), "only the helper made blocks behind the first"
     monkeypatch.setattr(streaming, "AHEAD_SECONDS", 1e9)
     second = write_run(tmp_path / "second", tiny_dir, train, resume_from=[first], **axes)
     assert run(second) == EXIT_OK, events(second)[-1]
-    assert made
+    assert made.exists()
     assert weights(second) == weights(here)
 
 

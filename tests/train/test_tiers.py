@@ -13,8 +13,7 @@ import pytest
 from core.spec.run.exit_codes import EXIT_OK
 from core.storage.checkpoints import Snapshots
 from core.train.checkpoint import store
-from core.train.recipe import run
-from tests.support.trainer import events, log, notices, pairs, start, weights, write_rows, write_run
+from tests.support.trainer import events, killed_at, log, notices, pairs, run, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
@@ -41,22 +40,6 @@ def at(*runs: Path) -> list[int]:
     return [event["step"] for one in runs for event in events(one, "checkpoint")]
 
 
-KILLED_AT_STEP_8 = """
-import os, signal, sys
-from pathlib import Path
-from core.train.base.events import EventWriter
-from core.train.recipe import run
-write = EventWriter.write
-def told(self, type, /, **payload):
-    seq = write(self, type, **payload)
-    if type == "metrics" and payload["step"] == 8:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return seq
-EventWriter.write = told
-run(Path(sys.argv[1]))
-"""
-
-
 def test_a_snapshot_outlives_the_trainer_and_is_resumed_to_the_bit_from_memory_and_from_disk(
     tiny_dir: Path, rows: Path, calm: str, tmp_path: Path
 ) -> None:
@@ -66,7 +49,8 @@ def test_a_snapshot_outlives_the_trainer_and_is_resumed_to_the_bit_from_memory_a
     first = tmp_path / "runs" / JOB / "attempt-1"
     steps = {"save_steps": 4, "memory_steps": 1}
     write_run(first, tiny_dir, rows, memory_dir=snapshots.attempt(JOB, 1), checkpoint=steps, **AXES)
-    assert start(first, "-c", KILLED_AT_STEP_8).wait(250) == -signal.SIGKILL, log(first)
+    at_step_8 = killed_at(lambda type, fields: type == "metrics" and fields["step"] == 8)
+    assert run(first, prepare=at_step_8) == -signal.SIGKILL, log(first)
     assert at(first) == [4] and not notices(first)
     (left,) = store.newest_first(path / "checkpoints" for path in snapshots.left(JOB))
     assert left.step in (6, 7), "at most the step under way, and a snapshot that was not complete"

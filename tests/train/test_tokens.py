@@ -28,10 +28,9 @@ from core.train.data.tokenise import render_rows, render_rows_in_parallel
 from core.train.data.truncate import truncate
 from core.train.failures import describe
 from core.train.model.load import load_tokenizer
-from core.train.recipe import run
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
-from tests.support.trainer import events, notices, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, notices, pairs, run, weights, write_rows, write_run
 
 TRAINING = {"max_steps": 3, "per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
 
@@ -188,7 +187,7 @@ def _store(cache: str, path: str, barrier: Any) -> None:
 
 def test_processes_that_make_the_same_entries_at_once(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", pairs(3))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # the cache is without torch
     barrier = context.Barrier(2)
     both = [context.Process(target=_store, args=(str(tmp_path / "cache"), str(path), barrier)) for _ in range(2)]
     for process in both:

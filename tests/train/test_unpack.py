@@ -24,8 +24,7 @@ from core.train.entry.prepare import Prepared, prepare_model
 from core.train.hub.unpack import formats
 from core.train.hub.unpack.packing import Packing
 from core.train.model.load import load_model
-from core.train.recipe import run
-from tests.support.trainer import events, pairs, write_rows, write_run
+from tests.support.trainer import events, pairs, run, write_rows, write_run
 
 GROUP = 16
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

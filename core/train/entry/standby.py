@@ -124,22 +124,30 @@ def _run_child(order: ForkOrder, given: list[int], between: int) -> NoReturn:
 
 
 def imports() -> None:
-    """All that a run on the way to its first step imports. Libraries such as torchao ask torch for GPUs meanwhile."""
+    """Import what a run needs on the way to its first step, and what draws its curve at the end (half a second); make
+    what each run makes alike. Libraries such as torchao ask torch for GPUs meanwhile."""
     os.environ[ASK_NVML] = "1"
     import peft
+    from matplotlib.backends import backend_agg
+    from matplotlib.figure import Figure
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.models.llama import modeling_llama
 
+    import core.train.export.artifacts
     import core.train.methods.full
     import core.train.methods.lora
     import core.train.quant.adapters
     import core.train.quant.model
     import core.train.recipe
+    from core.train.base.code import code_sha256
 
+    get_checkpoint_conversion_mapping("llama")  # the first call makes the table of all models: 900 patterns, compiled
+    code_sha256()
     # transformers' names are lazy: taking them is what imports them.
     assert all((peft.LoraModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast))
     assert all((modeling_llama, core.train.methods.full, core.train.methods.lora, core.train.recipe))
-    assert all((core.train.quant.adapters, core.train.quant.model))
+    assert all((core.train.quant.adapters, core.train.quant.model, core.train.export.artifacts, backend_agg, Figure))
 
 
 def _read_line() -> bytes | None:

@@ -210,6 +210,7 @@ def _find_twin(
     """The family whose template writes the same, and whether it does so in every trial; (None, None, False) when no
     trial is equal."""
     wanted = [_trial(template, trial) for trial in _TRIALS]
+    possible = sum(one is not None for one in wanted)
     best: tuple[int, TemplateFamily, ChatTemplate] | None = None
     for family in FAMILIES.values():
         if not family.may_be(template.source):
@@ -218,9 +219,10 @@ def _find_twin(
         equal = sum(one is not None and one == _trial(twin, trial) for one, trial in zip(wanted, _TRIALS, strict=True))
         if equal and (best is None or equal > best[0]):
             best = equal, family, twin
+            if equal == possible:  # no other is better; each that is tried has to be compiled
+                break
     if best is None:
         return None, None, False
-    possible = sum(one is not None for one in wanted)
     return best[1], best[2], best[0] == possible
 
 
