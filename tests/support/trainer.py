@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.base import collector
+from core.base.process import die_with_parent
 from core.spec.files import data_orders
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
@@ -111,6 +112,7 @@ class Forked:
             return
         code = 99
         try:
+            die_with_parent(signal.SIGKILL)  # no trainer outlives the tests
             log = (run_dir / "log.txt").open("a", buffering=1)
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)

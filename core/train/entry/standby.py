@@ -142,7 +142,8 @@ def imports() -> None:
     import core.train.recipe
     from core.train.base.code import code_sha256
 
-    get_checkpoint_conversion_mapping("llama")  # the first call makes the table of all models: 900 patterns, compiled
+    # The first call makes the table of all models: 900 patterns, compiled.
+    get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
     code_sha256()
     # transformers' names are lazy: taking them is what imports them.
     assert all((peft.LoraModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast))
