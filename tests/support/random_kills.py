@@ -30,8 +30,7 @@ from core.train.engine import Engine
 from core.train.loop import Loop
 from core.train.rollout.answers import Answerer
 from core.train.rollout.loader import RolloutLoader, merge_rollouts
-from tests.support.random_faults import forked
-from tests.support.trainer import events, weights, write_rows, write_run
+from tests.support.trainer import events, run, weights, write_rows, write_run
 
 STAGES: dict[str, dict[str, Any]] = {
     "grpo": {"num_generations": 2, "beta": 0.05, "max_resamples": 1},
@@ -128,7 +127,7 @@ def undisturbed(folder: Path, model: Path, stage: str, prompts: int) -> Counter[
 
         os._exit = told  # type: ignore[assignment]
 
-    if (code := forked(run_dir, prepare)) != EXIT_OK:
+    if (code := run(run_dir, prepare=prepare)) != EXIT_OK:
         raise SystemExit(f"the undisturbed run ended with {code}: {(run_dir / 'log.txt').read_text()}")
     return Counter(json.loads((run_dir / CALLS).read_text()))
 
@@ -158,7 +157,7 @@ def disturbed(folder: Path, model: Path, stage: str, prompts: int, seed: int, ca
             left -= 1
             part = draw.choice(list(PARTS))
             prepare = killed_in(part, draw.randint(1, max(1, calls[part] // 2)))
-        code = forked(attempts[-1], prepare)
+        code = run(attempts[-1], prepare=prepare)
         if code != -signal.SIGKILL:
             break
         killed.append(part)

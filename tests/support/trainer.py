@@ -117,6 +117,7 @@ class Forked:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             sys.stdout = sys.stderr = log  # pytest has its own
+            os.environ.update(ENVIRONMENT)
             if prepare is not None:
                 prepare()
             sys.argv = ["core.train", str(run_dir)]
@@ -154,7 +155,7 @@ def run(run_dir: Path, stop: Stop | None = None, prepare: Callable[[], None] | N
     return Forked(run_dir, stop, prepare).wait()
 
 
-def killed_at(event: Callable[[str, dict[str, Any]], bool]) -> Callable[[], None]:
+def killed_after(event: Callable[[str, dict[str, Any]], bool]) -> Callable[[], None]:
     """For a fork's `prepare`: have it killed once it has written such an event, given by its type and its fields."""
 
     def prepare() -> None:

@@ -22,7 +22,7 @@ from core.train.checkpoint import store
 from core.train.entry.ask import ask
 from core.train.evaluation.early_stopping import early_stopping, needed
 from core.train.stages.sft import SupervisedFineTuning
-from tests.support.trainer import chats, events, killed_at, log, notices, run, weights, write_rows, write_run
+from tests.support.trainer import chats, events, killed_after, log, notices, run, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
@@ -300,7 +300,7 @@ def test_killed_after_the_best_it_decides_the_same(
     best = result(stopped)["best"]["step"]
     axes = AXES | {"evaluation": BEST | {"samples": GREEDY}}
     first = write_run(tmp_path / "first", tiny_dir, rows[0], held_out=rows[1], **axes)
-    beyond = killed_at(lambda type, fields: type == "checkpoint" and fields["step"] > best)
+    beyond = killed_after(lambda type, fields: type == "checkpoint" and fields["step"] > best)
     assert run(first, prepare=beyond) == -signal.SIGKILL, log(first)
     second = write_run(tmp_path / "second", tiny_dir, rows[0], held_out=rows[1], resume_from=[first], **axes)
     assert run(second) == EXIT_OK, events(second, "error")

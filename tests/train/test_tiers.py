@@ -13,7 +13,7 @@ import pytest
 from core.spec.run.exit_codes import EXIT_OK
 from core.storage.checkpoints import Snapshots
 from core.train.checkpoint import store
-from tests.support.trainer import events, killed_at, log, notices, pairs, run, weights, write_rows, write_run
+from tests.support.trainer import events, killed_after, log, notices, pairs, run, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
@@ -49,7 +49,7 @@ def test_a_snapshot_outlives_the_trainer_and_is_resumed_to_the_bit_from_memory_a
     first = tmp_path / "runs" / JOB / "attempt-1"
     steps = {"save_steps": 4, "memory_steps": 1}
     write_run(first, tiny_dir, rows, memory_dir=snapshots.attempt(JOB, 1), checkpoint=steps, **AXES)
-    at_step_8 = killed_at(lambda type, fields: type == "metrics" and fields["step"] == 8)
+    at_step_8 = killed_after(lambda type, fields: type == "metrics" and fields["step"] == 8)
     assert run(first, prepare=at_step_8) == -signal.SIGKILL, log(first)
     assert at(first) == [4] and not notices(first)
     (left,) = store.newest_first(path / "checkpoints" for path in snapshots.left(JOB))
