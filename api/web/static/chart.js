@@ -26,11 +26,12 @@
       const to = Math.min(xs.length - 1, place(xs, x.max));
       let begun = false;
       for (let i = Math.max(0, place(xs, x.min) - 1); i <= to; i += 1) {
-        if (ys[i] === null) continue;
+        if (ys[i] === null) { begun = false; continue; }  // a gap: nothing was measured between its ends
         const px = left + (xs[i] - x.min) * across, py = top + height - (f(ys[i]) - low) * up;
+        const alone = !begun && (i === to || ys[i + 1] === null);
         if (begun) drawn.lineTo(px, py); else drawn.moveTo(px, py);
         begun = true;
-        if (line.few) { drawn.arc(px, py, 2, 0, 7); drawn.moveTo(px, py); }
+        if (line.few || alone) { drawn.arc(px, py, 2, 0, 7); drawn.moveTo(px, py); }
       }
       return { stroke: drawn };
     };
