@@ -179,14 +179,16 @@
       $("names").replaceChildren(...offered.map((name) => { const one = document.createElement("option"); one.value = name; return one; }));
   };
 
-  // Several jobs: which line is whose, and the figures of every metric. The thinned curves have last, smallest and largest.
+  // Several jobs: which line is whose, at once.
+  if ($("legend")) jobs.forEach((job, at) => {
+    const one = document.createElement("li"), line = document.createElement("i");
+    line.style.background = colour(at);
+    one.append(line, job.name);
+    $("legend").append(one);
+  });
+
+  // And the figures of every metric. The thinned curves have last, smallest and largest.
   const beside = () => {
-    if ($("legend") && !$("legend").childElementCount) jobs.forEach((job, at) => {
-      const one = document.createElement("li"), line = document.createElement("i");
-      line.style.background = colour(at);
-      one.append(line, job.name);
-      $("legend").append(one);
-    });
     const table = $("figures");
     if (!table) return;
     const cell = (row, text, tag = "td") => { const made = document.createElement(tag); made.textContent = text; if (text !== row.dataset.name) made.className = "n"; row.append(made); return made; };
