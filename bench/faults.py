@@ -13,10 +13,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
+from bench.report import Children, conclude
 from core import HOME
 from tests.support import models
 from tests.support.trainer import ENVIRONMENT
@@ -33,7 +33,7 @@ def main() -> int:
     asked = parser.parse_args()
     kinds: Counter[str] = Counter()
     wrong: list[str] = []
-    runs, began, cpu = 0, time.monotonic(), os.times()
+    runs, spent = 0, Children()
     with tempfile.TemporaryDirectory() as folder:
         model = models.folder() / "tiny"
         while kinds.total() < asked.faults:
@@ -51,20 +51,11 @@ def main() -> int:
                 if one["wrong"] is not None:
                     wrong.append(f"seed {one['seed']}: {one['wrong']} ({', '.join(one['faults'])})")
             print(f"{runs} runs, {kinds.total()} faults, {len(wrong)} wrong", file=sys.stderr, flush=True)
-    spent = os.times()
-    seconds = spent.children_user + spent.children_system - cpu.children_user - cpu.children_system
     lines = [f"python -m bench.faults --faults {asked.faults} --seed {asked.seed}", ""]
     lines += [f"{runs} runs met {kinds.total()} faults; {len(wrong)} ended wrong", ""]
     lines += [f"{name:24} {count:5}" for name, count in kinds.most_common()]
-    lines += ["", *wrong] if wrong else []
-    lines += ["", f"{time.monotonic() - began:.0f} s, {seconds:.0f} s of CPU", ""]
-    result = {"runs": runs, "faults": kinds.total(), "kinds": kinds, "wrong": len(wrong), "cpu_seconds": round(seconds)}
-    lines.append(json.dumps(result))
-    text = "\n".join(lines) + "\n"
-    sys.stdout.write(text)
-    if asked.out is not None:
-        asked.out.write_text(text, encoding="utf-8")
-    return int(bool(wrong))
+    result = {"runs": runs, "faults": kinds.total(), "kinds": kinds}
+    return conclude(lines, wrong, result, spent, asked.out)
 
 
 if __name__ == "__main__":

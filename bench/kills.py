@@ -15,10 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
+from bench.report import Children, conclude
 from core import HOME
 from tests.support import models
 from tests.support.random_kills import STAGES
@@ -35,7 +35,7 @@ def main() -> int:
     wanted = -(-asked.kills // len(STAGES))
     kinds: Counter[tuple[str, str]] = Counter()
     wrong: list[str] = []
-    runs, resumed, began, cpu = 0, 0, time.monotonic(), os.times()
+    runs, resumed, spent = 0, 0, Children()
     with tempfile.TemporaryDirectory() as folder:
         model = models.folder() / "tiny"
         for stage in STAGES:
@@ -62,23 +62,14 @@ def main() -> int:
                 os.killpg(process.pid, signal.SIGKILL)  # with the attempt that it has forked
             if met < wanted:
                 raise SystemExit(f"the runs of {stage} ended early")
-    spent = os.times()
-    seconds = spent.children_user + spent.children_system - cpu.children_user - cpu.children_system
     kills = kinds.total()
     lines = [f"python -m bench.kills --kills {asked.kills} --prompts {asked.prompts} --seed {asked.seed}", ""]
     lines += [f"{runs} runs over {asked.prompts} prompts met {kills} kills; {len(wrong)} ended wrong"]
     lines += [f"{resumed} attempts continued from a checkpoint, the others began anew", ""]
     lines += [f"{stage:6} {part:22} {met:4}" for (stage, part), met in sorted(kinds.items())]
-    lines += ["", *wrong] if wrong else []
-    lines += ["", f"{time.monotonic() - began:.0f} s, {seconds:.0f} s of CPU", ""]
     by_stage = {name: sum(met for (stage, _), met in kinds.items() if stage == name) for name in STAGES}
     result = {"runs": runs, "prompts": asked.prompts, "kills": kills, "by_stage": by_stage, "resumed": resumed}
-    lines.append(json.dumps(result | {"wrong": len(wrong), "cpu_seconds": round(seconds)}))
-    text = "\n".join(lines) + "\n"
-    sys.stdout.write(text)
-    if asked.out is not None:
-        asked.out.write_text(text, encoding="utf-8")
-    return int(bool(wrong))
+    return conclude(lines, wrong, result, spent, asked.out)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,27 @@ def seconds(device: str) -> float:
     return time.perf_counter()
 
 
+class Children:
+    """Seconds since this was made."""
+
+    def __init__(self) -> None:
+        self._began, self._spent = time.monotonic(), self._of_children()
+
+    @staticmethod
+    def _of_children() -> float:
+        spent = os.times()
+        return spent.children_user + spent.children_system
+
+    @property
+    def clock(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def processor(self) -> float:
+        """Of child processes that have ended and were waited for."""
+        return self._of_children() - self._spent
+
+
 def in_turn(ours: Callable[[], float], peer: Callable[[], float], runs: int) -> dict[str, Any]:
     """Run ours and the peer alternately (order swapped every time), so that both meet the machine's moods alike.
 
@@ -76,3 +97,15 @@ def show(name: str, figures: dict[str, Any], unit: str) -> None:
 def finish(results: dict[str, dict[str, Any]]) -> None:
     """The last line: one JSON object."""
     print(json.dumps(results, sort_keys=True))
+
+
+def conclude(lines: list[str], wrong: list[str], result: dict[str, Any], spent: Children, out: Path | None) -> int:
+    """Print, and write to `out`, the report of a bench that looks for wrong runs: its lines, those of the wrong runs,
+    the time, and one JSON object. The exit code: 1 where a run is wrong."""
+    processor = spent.processor
+    whole = [*lines, *(["", *wrong] if wrong else []), "", f"{spent.clock:.0f} s, {processor:.0f} s of CPU", ""]
+    text = "\n".join([*whole, json.dumps(result | {"wrong": len(wrong), "cpu_seconds": round(processor)})]) + "\n"
+    print(text, end="")
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    return int(bool(wrong))
