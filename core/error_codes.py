@@ -631,6 +631,10 @@ SESSIONS: dict[str, Code] = {
         "A number of an operation was used for another operation.",
         "Count operations of a model from 1; the same number is the same operation.",
     ),
+    "session_quota": (
+        "A quota of sessions is used up: open sessions, adapters, hours a week, or bytes.",
+        "The message names the quota and what frees it; `eft quota list` shows yours.",
+    ),
     "session_in_use": ("An operation of the session waits for its result.", "Park it later, or close it."),
     "session_operation_cancelled": (
         "The caller cancelled a sample of the session before it was computed.",

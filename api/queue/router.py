@@ -132,7 +132,7 @@ def list_limits(principal: ReadingOrOperating, app: App) -> Response:
 async def set_limits(request: Request, principal: Operating, app: App, once: Asked) -> Response:
     """Set quotas and shares of a project or an owner: a named field is set, a null one is removed, the others stay.
 
-    A quota refuses no job: it holds the job in the queue, with its reason.
+    A quota refuses no job: it holds the job in the queue, with its reason. Those of previews and sessions refuse.
     """
     wish = await read_json(request, schemas.NewLimit, app.settings.max_body_bytes)
     values: dict[str, Any] = {name: getattr(wish, name) for name in quotas.FIELDS if name in wish.model_fields_set}

@@ -170,6 +170,10 @@ _LIMIT: dict[str, Any] = {
     "max_running": 2,
     "max_queued": None,
     "max_previews": None,
+    "max_sessions": None,
+    "max_adapters": None,
+    "session_hours_week": None,
+    "session_bytes": None,
     "gpu_hours_week": 100.0,
     "disk_bytes": None,
     "preemptible": None,
@@ -190,6 +194,15 @@ class NewLimit(Body):
     max_queued: int | None = Field(default=None, ge=0, le=1_000_000)
     max_previews: int | None = Field(default=None, ge=0, le=1_000_000)
     """Previews that wait or run at once; others are refused. Of a project, null: EFT_MAX_PREVIEWS."""
+    max_sessions: int | None = Field(default=None, ge=0, le=1_000_000)
+    """Open sessions, parked ones too; others are refused (docs/sessions.md). Of an owner, null: EFT_MAX_SESSIONS."""
+    max_adapters: int | None = Field(default=None, ge=0, le=1_000_000)
+    """Adapters in open sessions; others are refused."""
+    session_hours_week: float | None = Field(default=None, ge=0, le=1e9)
+    """Hours for which sessions hold slots, in seven days; then all operations but `save` are refused."""
+    session_bytes: Whole | None = None
+    """Bytes of operations and results of sessions, as long as they are kept; beyond it operations with arrays are
+    refused."""
     gpu_hours_week: float | None = Field(default=None, ge=0, le=1e9)
     disk_bytes: Whole | None = None
     preemptible: bool | None = None
@@ -214,6 +227,10 @@ class LimitView(AttributeDocsModel):
     max_running: int | None
     max_queued: int | None
     max_previews: int | None
+    max_sessions: int | None
+    max_adapters: int | None
+    session_hours_week: float | None
+    session_bytes: int | None
     gpu_hours_week: float | None
     disk_bytes: int | None
     preemptible: bool | None

@@ -18,7 +18,7 @@ from core.db.engine import Database
 from core.db.tables import SessionOperation
 from core.errors import Fault, NotFound, SpecError, plainly
 from core.jobs.base.transitions import Actor
-from core.jobs.lifecycle.sessions import log, records, saves
+from core.jobs.lifecycle.sessions import limits, log, records, saves
 from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
 from core.settings import Settings
@@ -68,11 +68,12 @@ class Sessions:
 
     def create(self, session: Session, actor: Actor, spec: SessionSpec, job: JobSpec) -> dict[str, Any]:
         bounds = VolumeLimits.of(self._settings)
-        found = records.create(session, actor, spec, job, most=self._settings.max_sessions, bounds=bounds)
+        found = records.create(session, actor, spec, job, bounds=bounds)
+        limits.check_sessions(session, actor, self._settings.max_sessions)
         return schemas.session_view(found)
 
     def accept(self, actor: Actor, session_id: str, sent: Sent) -> int:
-        """Write an operation into the log; its position. Raises NotFound, Conflict, SpecError, QueueFull,
+        """Write an operation into the log; its position. Raises NotFound, Conflict, SpecError, QueueFull, SessionQuota,
         NoSpace."""
         with self._database.read() as session:
             records.find(session, actor, session_id)  # before anything is written

@@ -21,6 +21,7 @@ from core.errors import NotFound, SpecError
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.sessions import idle, records, saves
+from core.jobs.lifecycle.sessions.limits import SessionQuota
 from core.jobs.lifecycle.sessions.records import FoundSession
 from core.spec.session import tensors
 
@@ -109,7 +110,7 @@ class Door:
         base = self.app.settings.model_roots, wish.base_model
         host = self._open(wish.session_id, f"m{wish.model_seq_id}", bases.named(*base), wish.user_metadata)
         method = {"type": "lora", "r": lora.rank, "lora_alpha": 32.0}
-        return self._send(host, 0, {"op": "create", "model": ADAPTER, "method": method, "seed": lora.seed or 0})
+        return self._first(host, {"op": "create", "model": ADAPTER, "method": method, "seed": lora.seed or 0})
 
     def load(self, wish: bodies.LoadWish) -> str:
         """Put saved weights into a new model, or into one that is there."""
@@ -125,7 +126,7 @@ class Door:
                 "give `model_id`, or `session_id` and `model_seq_id`", field="model_id", code="invalid_value"
             )
         asked = {"op": "load", "model": ADAPTER, "folder": str(folder), "with_optimizer": wish.optimizer}
-        return self._send(host, seq, asked)
+        return self._send(host, seq, asked) if wish.model_id is not None else self._first(host, asked)
 
     def passed(self, asked: PassRequest) -> str:
         """A forward pass, with gradients or without."""
@@ -290,6 +291,16 @@ class Door:
             status=201,
         )
         return str(json.loads(bytes(made.body))["id"])
+
+    def _first(self, host: str, operation: dict[str, Any]) -> str:
+        """The operation that a model begins with. One that a quota refuses leaves no empty session behind."""
+        try:
+            return self._send(host, 0, operation)
+        except SessionQuota:
+            with self.app.database.write() as session:
+                if records.find(session, self.actor, host, lock=True).row.positions == 0:
+                    records.close(session, self.actor, host)
+            raise
 
     def _send(
         self,

@@ -133,7 +133,8 @@ class SettingFields(BaseSettings):
     """Maximum number of previews of one project that wait or run, unless its quota sets another (`eft quota set`);
     beyond that previews are rejected with 429. 0: no limit."""
     max_sessions: Count = 8
-    """Sessions that a user may have open at once, parked ones too (docs/sessions.md). 0: no limit."""
+    """Sessions that a user may have open at once, parked ones too, unless a quota sets another number (`eft quota set`,
+    docs/sessions.md). 0: no limit."""
     unused_session_hours: Span = 168.0
     """Hours without an operation after which a parked session is closed; what it has saved stays. 0: never."""
     session_result_hours: Span = 24.0

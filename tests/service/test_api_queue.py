@@ -255,6 +255,11 @@ def test_quotas_and_usage(api: Any, box: str) -> None:
     assert eft(api, "quota", "set", "project", "lab", "--max-running", "none").stdout == (
         "project lab: disk_bytes 1.5e+09\n"
     )
+    sessions = ("--max-adapters", "3", "--session-gb", "2", "--session-hours-week", "1.5")
+    told = eft(api, "quota", "set", "project", "lab", *sessions).stdout
+    assert told == "project lab: max_adapters 3, session_hours_week 1.5, session_bytes 2e+09, disk_bytes 1.5e+09\n"
+    listed = eft(api, "quota", "list").stdout
+    assert "ADAPTERS" in listed and "SESSION DISK" in listed and "PREVIEWS" not in listed, listed
     (row,) = api.http.get("/limits").json()["data"]
     schemas.LimitView.model_validate(row, extra="forbid")
     assert (row["scope"], row["name"], row["max_running"], row["disk_bytes"]) == ("project", "lab", None, 1_500_000_000)

@@ -188,16 +188,9 @@ class SessionBridge:
         if answer is None or not answer.header["ok"]:
             raise FrameError(f"no snapshot was taken: {None if answer is None else answer.header.get('error')}")
         position, older = int(answer.header["result"]["position"]), self._snapshot
-        self._database.write(lambda session: session_log.snapshotted(session, self._token, position))
+        self._database.write(lambda session: session_log.snapshotted(session, self._token, position, older))
         self._snapshot, self._worked, self._unsaved = position, 0.0, 0
-        _forget_tensors(self._folder, older)
+        session_log.remove_tensors(self._folder, older)  # two snapshots hold them
 
     def _park(self) -> bool:
         return bool(self._database.write(lambda session: session_log.park(session, self._token, self._idle_seconds)))
-
-
-def _forget_tensors(folder: Path, position: int) -> None:
-    """Remove the tensors of operations that two snapshots hold: they are never replayed."""
-    for path in (folder / "log").glob("*.safetensors"):
-        if int(path.stem) <= position:
-            path.unlink()

@@ -239,6 +239,8 @@ class Housekeeper:
             count := session_log.forget_results(self._database, self._layout, hours)
         ):
             log.info("removed %d result(s) of sessions after %g hours", count, hours)
+        if count := session_log.forget_ended(self._database, self._layout):
+            log.info("removed the tensors of operations of %d session(s) that have ended", count)
         if folders := saves.sweep(self._database, self._layout):
             log.info("removed %d folder(s) that sessions had saved and that have gone", folders)
         if removed := remove_orphans(self._database, self._layout):

@@ -35,6 +35,8 @@ class SessionRow(Owned, Base):
     """Operations accepted so far; the next has the next number."""
     snapshot: Mapped[int] = mapped_column(Integer, insert_default=0)
     """Position of the newest snapshot."""
+    forgotten: Mapped[int] = mapped_column(Integer, insert_default=0)
+    """Position up to which the tensors of operations have been removed: they are never computed again."""
     log_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0)
     """Bytes of the tensors of operations and results that are kept."""
     used_at: Mapped[float] = mapped_column(Float, insert_default=db_now())

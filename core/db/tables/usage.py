@@ -52,6 +52,14 @@ class Limit(Base):
     max_queued: Mapped[int | None] = mapped_column(Integer)
     max_previews: Mapped[int | None] = mapped_column(Integer)
     """Previews that wait or run at once; beyond it they are refused. Null, of a project: EFT_MAX_PREVIEWS."""
+    max_sessions: Mapped[int | None] = mapped_column(Integer)
+    """Open sessions, parked ones too. Null, of an owner: EFT_MAX_SESSIONS."""
+    max_adapters: Mapped[int | None] = mapped_column(Integer)
+    """Adapters in open sessions."""
+    session_hours_week: Mapped[float | None] = mapped_column(Float)
+    """Hours for which sessions hold slots."""
+    session_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """Tensors of operations and results of sessions, as long as they are kept."""
     gpu_hours_week: Mapped[float | None] = mapped_column(Float)
     disk_bytes: Mapped[int | None] = mapped_column(BigInteger)
     preemptible: Mapped[bool | None] = mapped_column(Boolean)

@@ -1,4 +1,5 @@
-"""Shares, priorities and quotas of projects and owners. A quota holds a job, with its reason, and never refuses one."""
+"""Shares, priorities and quotas of projects and owners. A quota holds a job, with its reason, and never refuses one;
+those of sessions (core/jobs/lifecycle/sessions/limits.py) and previews (core/jobs/policies/volume.py) refuse."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -27,6 +28,10 @@ FIELDS = (
     "max_running",
     "max_queued",
     "max_previews",
+    "max_sessions",
+    "max_adapters",
+    "session_hours_week",
+    "session_bytes",
     "gpu_hours_week",
     "disk_bytes",
     "preemptible",
@@ -174,6 +179,14 @@ def limits(session: Session, only: Actor | None) -> Sequence[Limit]:
         project = (Limit.scope == "project") & (Limit.subject_id == only.project_id)
         query = query.where(or_(project, (Limit.scope == "owner") & (Limit.subject_id == only.user_id)))
     return session.execute(query).scalars().all()
+
+
+def of(owner_id: str, project_id: str, *columns: Any) -> Select[Any]:
+    """Columns of the rows that count for an owner in a project."""
+    mine = or_(
+        *((Limit.scope == scope) & (Limit.subject_id == whose) for scope, whose in _scopes(owner_id, project_id))
+    )
+    return select(*columns).where(mine).order_by(Limit.scope)
 
 
 # -- priority

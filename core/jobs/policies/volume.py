@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from core.db.tables import Job, Limit, Project
 from core.errors import EftError, NoSpace
 from core.jobs.base.states import Status
+from core.jobs.policies import quotas
 from core.settings import Settings
 
 
@@ -98,12 +99,7 @@ def require_preview(session: Session, project_id: str, owner_id: str, bounds: Vo
     """Raises QueueFull before a preview is put in the queue."""
     held = {
         row.scope: row.max_previews
-        for row in session.execute(
-            select(Limit.scope, Limit.max_previews).where(
-                ((Limit.scope == "project") & (Limit.subject_id == project_id))
-                | ((Limit.scope == "owner") & (Limit.subject_id == owner_id))
-            )
-        )
+        for row in session.execute(quotas.of(owner_id, project_id, Limit.scope, Limit.max_previews))
         if row.max_previews is not None
     }
     by_default = {"project": bounds.previews} if bounds.previews and "project" not in held else {}

@@ -20,6 +20,23 @@ from eft.times import clock, zone
 quota = App(no_args_is_help=True, help="Quotas, priorities and shares of projects and owners.")
 NONE = "none"
 """What `eft quota set` takes for: no quota."""
+_TITLES = {
+    "shares": "SHARES",
+    "max_priority": "PRIORITY",
+    "max_running": "RUNNING",
+    "max_queued": "QUEUED",
+    "max_previews": "PREVIEWS",
+    "max_sessions": "SESSIONS",
+    "max_adapters": "ADAPTERS",
+    "session_hours_week": "SESSION HOURS/WEEK",
+    "session_bytes": "SESSION DISK",
+    "gpu_hours_week": "GPU HOURS/WEEK",
+    "disk_bytes": "DISK",
+    "preemptible": "PREEMPTIBLE",
+}
+"""Quotas in their order, with the heads of their columns; a column that nobody has is left out."""
+_GIGABYTES = {"disk_bytes": "--disk-gb", "session_bytes": "--session-gb"}
+"""Quotas that are given in GB, by their options."""
 
 
 @manual(examples=[("eft queue", "Show the order and the reasons.")])
@@ -127,21 +144,11 @@ def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
         if as_json:
             output.json({"data": rows})
             return
+        shown = {name: title for name, title in _TITLES.items() if any(row.get(name) is not None for row in rows)}
         _table(
             output,
-            (
-                "",
-                "NAME",
-                "SHARES",
-                "PRIORITY",
-                "RUNNING",
-                "QUEUED",
-                "PREVIEWS",
-                "GPU HOURS/WEEK",
-                "DISK",
-                "PREEMPTIBLE",
-            ),
-            [_quota(row) for row in rows],
+            ("", "NAME", *shown.values()),
+            [(row["scope"], row["name"], *(_told(name, row.get(name)) for name in shown)) for row in rows],
         )
 
 
@@ -166,6 +173,12 @@ def set_quota(
     max_running: Annotated[str | None, typer.Option(help="Maximum running jobs.")] = None,
     max_queued: Annotated[str | None, typer.Option(help="Maximum jobs considered for scheduling at once.")] = None,
     max_previews: Annotated[str | None, typer.Option(help="Maximum previews that wait or run.")] = None,
+    max_sessions: Annotated[str | None, typer.Option(help="Maximum open sessions, parked ones too.")] = None,
+    max_adapters: Annotated[str | None, typer.Option(help="Maximum adapters in open sessions.")] = None,
+    session_hours_week: Annotated[
+        str | None, typer.Option(help="Hours for which sessions hold slots, in seven days.")
+    ] = None,
+    session_gb: Annotated[str | None, typer.Option(help="Operations and results of sessions, in GB.")] = None,
     gpu_hours_week: Annotated[str | None, typer.Option(help="In seven days.")] = None,
     disk_gb: Annotated[str | None, typer.Option(help="Files and run folders, in GB.")] = None,
     preemptible: Annotated[
@@ -178,14 +191,18 @@ def set_quota(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set the named quotas; `none` removes one. Quotas keep jobs in the queue, with a reason; only previews are
-    rejected."""
+    """Set the named quotas; `none` removes one. Quotas keep jobs in the queue, with a reason; only previews and
+    sessions are rejected."""
     given: dict[str, str | None] = {
         "shares": shares,
         "max_priority": max_priority,
         "max_running": max_running,
         "max_queued": max_queued,
         "max_previews": max_previews,
+        "max_sessions": max_sessions,
+        "max_adapters": max_adapters,
+        "session_hours_week": session_hours_week,
+        "session_bytes": session_gb,
         "gpu_hours_week": gpu_hours_week,
         "disk_bytes": disk_gb,
     }
@@ -207,29 +224,23 @@ def _figure(field: str, text: str) -> float | None:
     except ValueError:
         figure = math.nan
     if not math.isfinite(figure):
-        option = "--disk-gb" if field == "disk_bytes" else f"--{field.replace('_', '-')}"
+        option = _GIGABYTES.get(field) or f"--{field.replace('_', '-')}"
         raise UsageFault(f"{option}: {text!r} is not a number; `{NONE}` removes the quota")
-    if field == "disk_bytes":
+    if field in _GIGABYTES:
         return round(figure * 1e9)
-    return figure if field in ("shares", "gpu_hours_week") else round(figure)
+    return figure if field in ("shares", "gpu_hours_week", "session_hours_week") else round(figure)
 
 
-_COUNTS = ("shares", "max_priority", "max_running", "max_queued", "max_previews")
-
-
-def _quota(row: dict[str, Any]) -> tuple[str, ...]:
-    figures = [row.get(name) for name in (*_COUNTS, "gpu_hours_week")]
-    disk = "" if row["disk_bytes"] is None else size(row["disk_bytes"])
-    return row["scope"], row["name"], *("" if figure is None else f"{figure:g}" for figure in figures), disk, _yes(row)
-
-
-def _yes(row: dict[str, Any]) -> str:
-    return "yes" if row.get("preemptible") else ""
+def _told(name: str, figure: float | None) -> str:
+    if figure is None:
+        return ""
+    if name == "preemptible":
+        return "yes" if figure else ""
+    return size(int(figure)) if name in _GIGABYTES else f"{figure:g}"
 
 
 def _words(row: dict[str, Any]) -> str:
-    names = (*_COUNTS, "gpu_hours_week", "disk_bytes")
-    words = [f"{name} {row[name]:g}" for name in names if row.get(name) is not None]
+    words = [f"{name} {row[name]:g}" for name in _TITLES if name != "preemptible" and row.get(name) is not None]
     return ", ".join([*words, *(["preemptible"] if row.get("preemptible") else [])]) or "no quotas"
 
 

@@ -21,6 +21,7 @@ from core.errors import Conflict, NotFound
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor, Token
 from core.jobs.lifecycle import parking
+from core.jobs.lifecycle.sessions import limits
 from core.jobs.lifecycle.sessions.records import FoundSession, find
 from core.jobs.policies.volume import QueueFull
 from core.spec.session.job import SessionSpec
@@ -69,7 +70,7 @@ def accept(
 ) -> SessionOperation:
     """Write an operation into the log, behind all others, and bring a parked session back. The same number again is
     the same operation; `lane`: a row of numbers of its own, in the place of the model's. Raises Conflict for another
-    operation under a known number and for a session that has ended, QueueFull for too many that wait."""
+    operation under a known number and for a session that has ended, QueueFull for too many that wait, SessionQuota."""
     found = find(session, actor, session_id, lock=True)
     model = lane or operation.get("model") or ""
     if (known := _accepted(session, session_id, model, seq, sha256)) is not None:
@@ -84,6 +85,7 @@ def accept(
     )
     if session.execute(waiting).scalar_one() >= WAITING:
         raise QueueFull(f"{WAITING:,} operations of this session wait already: get their results first")
+    limits.check_operation(session, found, operation, size)
     found.row.positions += 1
     row = SessionOperation(
         session_id=session_id,
@@ -179,8 +181,9 @@ def answer(
     return True
 
 
-def snapshotted(session: Session, token: Token, position: int) -> None:
-    """Note the newest snapshot of a session. It counts as progress: faults of the box before it are forgotten."""
+def snapshotted(session: Session, token: Token, position: int, forgotten: int) -> None:
+    """Note the newest snapshot of a session, and up to which position no operation is computed again, so that their
+    tensors go. It counts as progress: faults of the box before it are forgotten."""
     session.execute(
         update(Job)
         .where(*token.holds())
@@ -193,6 +196,46 @@ def snapshotted(session: Session, token: Token, position: int) -> None:
         .values(snapshot=position)
         .execution_options(synchronize_session=False)
     )
+    _forget(session, token.job_id, forgotten)
+
+
+def _forget(session: Session, session_id: str, position: int) -> None:
+    """Count the tensors of operations up to this position no longer."""
+    operations = select(func.coalesce(func.sum(SessionOperation.tensor_bytes), 0)).where(
+        SessionOperation.session_id == session_id,
+        SessionOperation.position > SessionRow.forgotten,
+        SessionOperation.position <= position,
+    )
+    session.execute(
+        update(SessionRow)
+        .where(SessionRow.id == session_id, SessionRow.forgotten < position)
+        .values(log_bytes=SessionRow.log_bytes - operations.scalar_subquery(), forgotten=position)
+        .execution_options(synchronize_session=False)
+    )
+
+
+def remove_tensors(folder: Path, position: int) -> None:
+    """Remove the tensors of operations up to this position."""
+    for path in (folder / "log").glob("*.safetensors"):
+        if int(path.stem) <= position:
+            path.unlink(missing_ok=True)
+
+
+def forget_ended(database: Database, layout: Layout, most: int = 100) -> int:
+    """Remove the tensors of operations of sessions that have ended: nothing computes them again; how many sessions."""
+    query = (
+        select(SessionRow.id, SessionRow.positions)
+        .join(Job, Job.id == SessionRow.id)
+        .where(Job.status.in_([status.value for status in FINAL]), SessionRow.forgotten < SessionRow.positions)
+        .limit(most)
+    )
+    with database.read() as session:
+        ended = [(str(row[0]), int(row[1])) for row in session.execute(query)]
+    for session_id, position in ended:
+        remove_tensors(layout.session(session_id), position)
+        with database.write() as session:
+            _forget(session, session_id, position)
+    return len(ended)
 
 
 def park(session: Session, token: Token, idle_seconds: float) -> bool:

@@ -15,7 +15,7 @@ from core.jobs.base.paging import ResultPage, UnknownCursor
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.submit import stop, submit
-from core.jobs.policies.volume import NO_BOUNDS, QueueFull, VolumeLimits
+from core.jobs.policies.volume import NO_BOUNDS, VolumeLimits
 from core.spec.job import JobSpec
 from core.spec.session.job import SessionSpec
 
@@ -45,21 +45,13 @@ class FoundSession:
 
 
 def create(
-    session: Session, actor: Actor, spec: SessionSpec, job: JobSpec, *, most: int = 0, bounds: VolumeLimits = NO_BOUNDS
+    session: Session, actor: Actor, spec: SessionSpec, job: JobSpec, *, bounds: VolumeLimits = NO_BOUNDS
 ) -> FoundSession:
-    """Queue a session; `job` is its resolved and checked form. Raises QueueFull where its user has `most` already
-    (0: no limit)."""
+    """Queue a session; `job` is its resolved and checked form. Raises QueueFull beyond `bounds`."""
     made = submit(session, actor, job, kind=KIND, bounds=bounds)
     row = SessionRow(id=made.id, owner_id=actor.user_id, project_id=actor.project_id, spec=spec.model_dump(mode="json"))
     session.add(row)
     session.flush()
-    final = [status.value for status in FINAL]
-    mine = select(func.count()).select_from(Job).where(Job.kind == KIND, Job.owner_id == actor.user_id)
-    if most and session.execute(mine.where(Job.status.not_in(final))).scalar_one() > most:
-        raise QueueFull(
-            f"you have {most} sessions already, which is the limit (EFT_MAX_SESSIONS): close one first "
-            "(`eft sessions list`, `eft sessions close`)"
-        )
     session.refresh(row)
     return FoundSession(row, made)
 
