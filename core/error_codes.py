@@ -631,6 +631,10 @@ SESSIONS: dict[str, Code] = {
         "A number of an operation was used for another operation.",
         "Count operations of a model from 1; the same number is the same operation.",
     ),
+    "too_many_examples": (
+        "An operation of a session has too many examples.",
+        "Send them in parts: gradients add up until `step`.",
+    ),
     "session_quota": (
         "A quota of sessions is used up: open sessions, adapters, hours a week, or bytes.",
         "The message names the quota and what frees it; `eft quota list` shows yours.",

@@ -28,7 +28,11 @@ class Body(AttributeDocsModel):
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body, never more than `most` bytes of it in memory. Raises TooLarge, before reading when it is announced."""
+    """The body, never more than `most` bytes of it in memory. Raises TooLarge, before reading when it is announced,
+    and UnsupportedMediaType for one that is compressed: its size would be that of what comes out."""
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        words = "a body is not compressed here: send it without Content-Encoding"
+        raise UnsupportedMediaType(words, field="content-encoding")
     error = TooLarge(f"a request has at most {most} bytes here; data goes to `POST /files`")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > most:

@@ -75,6 +75,7 @@ class Sessions:
     def accept(self, actor: Actor, session_id: str, sent: Sent) -> int:
         """Write an operation into the log; its position. Raises NotFound, Conflict, SpecError, QueueFull, SessionQuota,
         NoSpace."""
+        tensors.check_examples(tensors.count(sent.tensors), "arrays.lengths")
         with self._database.read() as session:
             records.find(session, actor, session_id)  # before anything is written
             self._check_folder(session, actor, sent.operation.get("folder"))

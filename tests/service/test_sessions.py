@@ -137,6 +137,10 @@ def test_a_number_stands_for_one_operation(here: World, boss: Caller) -> None:
         ({"json": operation(1, operation={"op": "step", "model": "a"})}, "operation.learning_rate"),
         ({"json": operation(1, arrays={"tokens": ["x"], "lengths": [1]})}, "arrays.tokens"),
         ({"json": operation(1, arrays=[1])}, "arrays"),
+        (
+            {"json": operation(1, arrays={"tokens": [1], "lengths": [1] * (tensors.MOST_EXAMPLES + 1)})},
+            "arrays.lengths",
+        ),
         ({"content": b"", "headers": {"content-type": tensors.MEDIA_TYPE}}, "body"),
         ({"content": b"\xff" * 64, "headers": {"content-type": tensors.MEDIA_TYPE}}, "body"),
         ({"content": tensors.pack({"tokens": [1]}), "headers": {"content-type": tensors.MEDIA_TYPE}}, "body"),
@@ -148,6 +152,23 @@ def test_what_is_no_operation_is_refused_with_its_field(
     session = here.session(here.lab, fresh=False)
     reply = here.ask("POST", f"/sessions/{session}/operations", boss.key, **sent)
     assert reply.status_code == 422 and reply.json()["error"]["field"] == field, reply.text
+
+
+def test_a_compressed_body_is_refused_before_it_is_read(here: World, boss: Caller) -> None:
+    """Its size would be that of what comes out: ten bytes of zstd may stand for gigabytes."""
+    session = here.session(here.lab, fresh=False)
+    doors = {
+        f"/sessions/{session}/operations": {"content-type": tensors.MEDIA_TYPE},
+        "/api/v1/forward_backward": {"content-type": "application/x-protobuf"},
+        "/sessions": {"content-type": "application/json"},
+    }
+    for path, headers in doors.items():
+        for coding in ("zstd", "gzip", "br", "gzip, zstd"):
+            sent = {"content": b"\x28\xb5\x2f\xfd", "headers": headers | {"content-encoding": coding}}
+            reply = here.ask("POST", path, boss.key, **sent)
+            assert reply.status_code == 415 and "Content-Encoding" in reply.text, reply.text
+    plain = here.ask("POST", "/sessions", boss.key, json={}, headers={"content-encoding": "identity"})
+    assert plain.status_code == 422 and plain.json()["error"]["field"] == "model"
 
 
 def test_sessions_of_another_project_are_not_there(here: World, boss: Caller) -> None:

@@ -217,6 +217,14 @@ def test_noise_is_refused_and_never_a_fault_of_ours(here: World, boss: Caller, r
                 assert reply.status_code in (200, 408) or reply.json()["detail"]
 
 
+def test_a_million_data_are_refused_as_soon_as_there_are_too_many() -> None:
+    one = forward_backward("x", 1)
+    datum = wire.message(*[(number, wire.sub(value)) for number, value in wire.fields(one) if number == 3])
+    with pytest.raises(SpecError, match="65,536 examples at most") as told:
+        messages.read_pass(datum * 70_000 + b"\xff")  # what is behind them is not read
+    assert (told.value.code, told.value.field) == ("too_many_examples", "data")
+
+
 def test_a_sampler_of_the_same_base_needs_no_session_of_its_own(here: World, boss: Caller, run: str) -> None:
     session = run.partition(":")[0]
     wish = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}

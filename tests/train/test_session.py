@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -376,6 +379,64 @@ def test_bad_operations_are_answered_and_change_nothing(
     header, _ = child.answer(op, arrays, **fields)
     assert not header["ok"] and header["error"]["field"] == field and header["error"]["message"]
     child.ask("forward", examples(*ROWS), model="a")
+
+
+@pytest.mark.parametrize("op", ["forward", "forward_backward"])
+def test_a_loss_that_is_no_number_is_an_error_and_changes_nothing(child: InThread, op: str) -> None:
+    """The session goes on, the gradients that were there before with it."""
+    child.ask("zero_grad", model="a")
+    child.ask("forward_backward", examples(*ROWS), model="a")
+    importance = {"type": "importance_sampling"}
+    for old, advantage in ((-1e30, 1.0), (-200.0, 3e38)):
+        batch = examples([1, 2, 3], logprobs=[old] * 3, advantages=[advantage] * 3)
+        header, _ = child.answer(op, batch, model="a", loss=importance)
+        assert header["error"]["code"] == "diverged" and "NaN or infinite" in header["error"]["message"]
+    after = child.ask("step", model="a", learning_rate=0.0)[0]["grad_norm"]
+    child.ask("forward_backward", examples(*ROWS), model="a")
+    assert child.ask("step", model="a", learning_rate=0.0)[0]["grad_norm"] == after
+
+
+def test_gradients_whose_norm_is_no_number_are_dropped(child: InThread) -> None:
+    child.ask("zero_grad", model="a")
+    batch = examples([1, 2, 3], logprobs=[-1.0] * 3, advantages=[1e30] * 3)
+    child.ask("forward_backward", batch, model="a", loss={"type": "importance_sampling"})
+    assert child.answer("step", model="a", learning_rate=0.0)[0]["error"]["code"] == "diverged"
+    assert child.answer("step", model="a", learning_rate=0.0)[0]["error"]["code"] == "no_gradients"
+    child.ask("forward_backward", examples(*ROWS), model="a")
+    child.ask("step", model="a", learning_rate=0.0)
+
+
+@pytest.mark.parametrize("fault", ["cut", "junk", "config", "list", "rank", "nan", "huge"])
+def test_a_broken_adapter_from_elsewhere_is_told_and_ends_nothing(child: InThread, tmp_path: Path, fault: str) -> None:
+    folder = tmp_path / fault
+    shutil.copytree(child.ask("save", model="a", name=f"broken-{fault}")[0]["folder"], folder)
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    match fault:
+        case "cut":
+            weights.write_bytes(weights.read_bytes()[:-10])
+        case "junk":
+            weights.write_bytes(b"x")
+        case "config":
+            config.write_text("{")
+        case "list":
+            config.write_text("[]")
+        case "rank":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"r": -1}))
+        case _:
+            value = float("nan") if fault == "nan" else 1e30
+            changed = {name: torch.full_like(tensor, value) for name, tensor in load_file(weights).items()}
+            save_file(changed, weights, metadata={"format": "pt"})
+    before = child.ask("forward", examples(*ROWS), model="a")[0]
+    for op, more in (("logprobs", {}), ("generate", {"max_tokens": 2, "sample_top": 2})):
+        header, _ = child.answer(op, examples(*ROWS), folder=str(folder), **more)
+        assert header["error"]["code"] in ("invalid_operation", "model_not_finite", "diverged"), header
+    if fault != "huge":  # whose numbers are numbers
+        into = ("new", "a") if fault in ("cut", "junk", "nan") else ("new",)
+        for model in into:
+            header, _ = child.answer("load", model=model, folder=str(folder))
+            assert header["error"]["field"] == "folder" and header["error"]["message"], header
+        assert child.answer("drop", model="new")[0]["error"]["code"] == "session_model_not_found"
+    assert child.ask("forward", examples(*ROWS), model="a")[0] == before
 
 
 def test_a_killed_child_goes_on_to_the_bit_from_its_snapshot(tiny_dir: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from api.tinker.forms import wire
 from api.tinker.forms.bodies import PlainTensor
 from core.errors import SpecError
+from core.spec.session import tensors
 
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _CODES = {_FLOAT32: "f", _INT64: "q", _INT32: "i"}
@@ -43,6 +44,7 @@ class PassRequest:
     def add(self, row: list[int], inputs: Mapping[str, Numbers]) -> None:
         """One more datum. SpecError where an input has another width than in those before."""
         place = len(self.rows)
+        tensors.check_examples(place + 1, "data")
         for name, (_, wide) in inputs.items():
             if (self.columns.setdefault(name, wide) if place == 0 else self.columns.get(name, wide)) != wide:
                 words = f"datum {place}: `{name}` has {wide} columns, and {self.columns[name]} in the first datum"

@@ -27,8 +27,11 @@ class Frame:
 
 
 def pack(frame: Frame) -> bytes:
-    """Make bytes of a frame. FrameError for one that is too large to be read."""
-    header = json.dumps(frame.header, allow_nan=False, separators=(",", ":")).encode()
+    """Make bytes of a frame. FrameError for one that could not be read: too large, or with NaN in its header."""
+    try:
+        header = json.dumps(frame.header, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError as error:
+        raise FrameError(f"the header of a frame is not JSON: {error}") from error
     if len(header) > MOST_HEADER or len(frame.body) > MOST_BODY:
         raise FrameError(
             f"a frame may have a header of {MOST_HEADER} bytes and a body of {MOST_BODY}; this one has {len(header)} "
@@ -55,7 +58,7 @@ def receive(stream: socket.socket) -> Frame | None:
     assert raw is not None
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FrameError(f"the header of a frame is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise FrameError("the header of a frame is not a JSON object")

@@ -11,6 +11,8 @@ from core.errors import SpecError
 
 MEDIA_TYPE = "application/vnd.safetensors"
 MOST_HEADER = 1 << 20
+MOST_EXAMPLES = 1 << 16
+"""Examples of one operation; more are sent in parts, whose gradients add up."""
 NOT_VALID = "the body is not valid safetensors"
 WHOLE = frozenset({"tokens", "lengths", "targets"})
 """Arrays of whole numbers; all others are float32."""
@@ -59,6 +61,22 @@ def split(body: bytes) -> tuple[dict[str, Any], bytes]:
     if not isinstance(header, dict):
         raise SpecError(f"{NOT_VALID}: its header is not an object", field="body", code="invalid_tensors")
     return header, body[8 + size :]
+
+
+def check_examples(count: int, field: str) -> None:
+    """Raises SpecError for more examples than one operation may have."""
+    if count > MOST_EXAMPLES:
+        words = f"an operation has {MOST_EXAMPLES:,} examples at most: send them in parts, whose gradients add up"
+        raise SpecError(words, field=field, code="too_many_examples")
+
+
+def count(body: bytes) -> int:
+    """Examples that a body says it has; 0 where it does not say so."""
+    about = split(body)[0].get("lengths") if body else None
+    match about:
+        case {"shape": [int() as examples]}:
+            return examples
+    return 0
 
 
 def unpack(body: bytes) -> dict[str, list[float]]:

@@ -23,7 +23,7 @@ from core.train.engine import Engine
 from core.train.optim import state as optimizer_state
 from core.train.optim.groups import decay_groups
 from core.train.optim.optimizers import build_optimizer
-from core.train.session.faults import BadOperation
+from core.train.session.faults import BadOperation, reading
 from core.train.session.resident import ResidentBase
 
 STATE = "state"
@@ -101,9 +101,10 @@ class SessionAdapter:
         gradients = [p.grad for p in engine.trained_parameters.values() if p.grad is not None]
         if not gradients:
             raise BadOperation("there are no gradients: call `forward_backward` before `step`", code="no_gradients")
-        if not bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all()):
+        if not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):  # finite ones may have an infinite norm
             engine.zero_grad()
-            raise BadOperation("a gradient is not a finite number; the window was dropped", code="diverged")
+            words = "a gradient, or the norm of all, is not a finite number; the window was dropped"
+            raise BadOperation(words, code="diverged")
         engine.schedule = lambda step: asked.learning_rate
         engine.max_grad_norm = asked.max_grad_norm
         with _options(engine.optimizer, asked):
@@ -141,14 +142,11 @@ class SessionAdapter:
     @classmethod
     def restore(cls, base: ResidentBase, name: str, folder: Path, stem: str) -> SessionAdapter:
         """Make an adapter of what `save` wrote, to the bit."""
-        state = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
-        made = cls.make(
-            base,
-            name,
-            LoRA.model_validate(state["method"]),
-            _OPTIMIZER.validate_python(state["optimizer"]),
-            int(state["seed"]),
-        )
+        with reading(folder):
+            state = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+            method, optimizer = LoRA.model_validate(state["method"]), _OPTIMIZER.validate_python(state["optimizer"])
+            seed = int(state["seed"])
+        made = cls.make(base, name, method, optimizer, seed)
         try:
             made.load(folder, stem)
         except BaseException:
@@ -158,8 +156,9 @@ class SessionAdapter:
 
     def load(self, folder: Path, stem: str) -> None:
         """Put what `save` wrote in the place of this adapter's state. BadOperation when it is another adapter's."""
-        state = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / f"{stem}.safetensors")
+        with reading(folder):
+            state = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+            tensors = load_file(folder / f"{stem}.safetensors")
         trained = self._neutral()
         weights = _part(tensors, "weights/")
         if weights.keys() != trained.keys() or any(weights[key].shape != p.shape for key, p in trained.items()):

@@ -22,7 +22,7 @@ from core.train.model.compute import Compute
 from core.train.model.gemm_limits import pad_ranks, split_matmuls
 from core.train.model.load import context_length, pad_token
 from core.train.run import Run
-from core.train.session.faults import BadOperation
+from core.train.session.faults import BadOperation, reading
 
 _PREFIX = "session_"
 """Begins PEFT's name of an adapter, so that no name is an attribute of PEFT's containers."""
@@ -144,7 +144,8 @@ class ResidentBase:
         from safetensors.torch import load_file
 
         assert self._peft is not None
-        saved = load_file(folder / "adapter_model.safetensors")
+        with reading(folder):
+            saved = load_file(folder / "adapter_model.safetensors")
         made = get_peft_model_state_dict(self._peft, adapter_name=_PREFIX + name)
         if odd := sorted(saved.keys() ^ made.keys()):
             where = "the saved adapter lacks" if odd[0] in made else "this adapter has no place for"
@@ -153,6 +154,8 @@ class ResidentBase:
             if tensor.shape != made[key].shape:
                 words = f"{key} is {list(tensor.shape)} in the saved adapter and {list(made[key].shape)} in this one"
                 raise BadOperation(words, field="folder")
+            if not bool(tensor.isfinite().all()):
+                raise BadOperation(f"{key} has NaN or infinite numbers", field="folder", code="model_not_finite")
         set_peft_model_state_dict(self._peft, saved, adapter_name=_PREFIX + name)
 
     def neutral(self, name: str, parameter: str) -> str:

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW
 from core.train.session.adapter import SessionAdapter
-from core.train.session.faults import BadOperation
+from core.train.session.faults import BadOperation, reading
 from core.train.session.resident import ResidentBase
 
 WEIGHTS = "adapter_model.safetensors"
@@ -55,26 +55,27 @@ def check_adapter(folder: Path) -> None:
 
 def method_of(folder: Path) -> LoRA:
     """The method of an adapter in PEFT's form. BadOperation for one that is not LoRA."""
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    if config.get("peft_type") != "LORA":
-        words = f"the adapter is a {config.get('peft_type')}, and sessions load LoRA"
-        raise BadOperation(words, field="folder")
-    read = LoraConfig.from_pretrained(str(folder))
-    if (
-        read.rank_pattern
-        or read.alpha_pattern
-        or read.bias != "none"
-        or read.modules_to_save
-        or read.trainable_token_indices
-    ):
-        words = "the adapter has ranks of its own for some layers, biases, whole modules or new tokens"
-        raise BadOperation(words, field="folder")
-    targets = read.target_modules
-    return LoRA(
-        r=read.r,
-        lora_alpha=read.lora_alpha,
-        lora_dropout=read.lora_dropout,
-        use_rslora=read.use_rslora,
-        use_dora=read.use_dora,
-        target_modules=targets if targets == "all-linear" else sorted(targets),
-    )
+    with reading(folder):
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        if config.get("peft_type") != "LORA":
+            words = f"the adapter is a {config.get('peft_type')}, and sessions load LoRA"
+            raise BadOperation(words, field="folder")
+        read = LoraConfig.from_pretrained(str(folder))
+        if (
+            read.rank_pattern
+            or read.alpha_pattern
+            or read.bias != "none"
+            or read.modules_to_save
+            or read.trainable_token_indices
+        ):
+            words = "the adapter has ranks of its own for some layers, biases, whole modules or new tokens"
+            raise BadOperation(words, field="folder")
+        targets = read.target_modules
+        return LoRA(
+            r=read.r,
+            lora_alpha=read.lora_alpha,
+            lora_dropout=read.lora_dropout,
+            use_rslora=read.use_rslora,
+            use_dora=read.use_dora,
+            target_modules=targets if targets == "all-linear" else sorted(targets),
+        )

@@ -43,7 +43,7 @@ from core.train.session.examples import (
     read_rows,
     spread,
 )
-from core.train.session.faults import BadOperation, NoSuchModel
+from core.train.session.faults import BadOperation, NoSuchModel, check_finite
 from core.train.session.losses import check_loss, logprobs_and_likeliest, logprobs_of, loss_sum, rows_together
 from core.train.session.resident import ResidentBase
 from core.train.session.shelf import Shelf, check_adapter, method_of
@@ -134,6 +134,7 @@ class SessionVerbs:
                 return logprobs, loss_sum(asked.loss, logprobs, batch)
 
             logprobs, loss = engine.evaluate(batch, look)
+            check_finite([loss, logprobs])
             total += float(loss.double())
             found += torch.split(logprobs, batch.label_counts())
         return {"loss": total, "targets": _targets(examples)}, _told(examples, found)
@@ -157,6 +158,7 @@ class SessionVerbs:
                 continue
             function = _Watched(asked.loss)
             loss = engine.forward(batch, function, {})
+            check_finite([loss.total, function.logprobs])
             engine.backward(loss.total)
             total += float(loss.sums["loss"])
             found += torch.split(function.logprobs, batch.label_counts())
@@ -167,7 +169,9 @@ class SessionVerbs:
         found = list[Tensor]()
         for places in passes(examples, self.pass_tokens):
             self.between()
-            found += engine.logprobs(batch_of([examples[at] for at in places], self.base.pad_token_id))
+            seen = engine.logprobs(batch_of([examples[at] for at in places], self.base.pad_token_id))
+            check_finite(seen)
+            found += seen
         return found
 
     def _generate(self, asked: Generate, tensors: dict[str, Tensor]) -> Answer:
@@ -214,11 +218,13 @@ class SessionVerbs:
             ids = torch.tensor([which for which, _ in told], dtype=torch.int32).view(-1, most)
             values = torch.tensor([best for _, best in told], dtype=torch.float32).view(-1, most)
             of_prompts |= {"top_tokens": ids, "top_logprobs": values}
-        return result, of_prompts | {
+        found = of_prompts | {
             "tokens": torch.tensor([token for one in flat for token in one.tokens], dtype=torch.int32),
             "lengths": torch.tensor([len(one.tokens) for one in flat], dtype=torch.int32),
             "logprobs": torch.tensor([value for one in flat for value in one.logprobs], dtype=torch.float32),
         }
+        check_finite([*found.values()])
+        return result, found
 
     def _as_forward(
         self, engine: Engine, prompts: list[list[int]], answers: list[list[Completion]]
