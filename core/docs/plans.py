@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from core.plan.compatibility import AXES, RULES, Rule, cells
+from core.plan.compatibility import cells
+from core.plan.rules.axes import AXES
+from core.plan.rules.table import RULES, Rule
 
 _PAGES = (
     ("loss on", "train rows"),
@@ -46,7 +48,7 @@ def render() -> str:
     lines = [
         "# Compatibility",
         "",
-        "Generated from `core/plan/compatibility.py` by `make docs`. A job is checked against this table at submit",
+        "Generated from `core/plan/rules` by `make docs`. A job is checked against this table at submit",
         "(422, with the code, the reason and the field) and again by the worker that starts it.",
         "",
         "## Axes",

@@ -12,7 +12,8 @@ import pytest
 from sqlalchemy import select
 
 from core.db.tables import IdempotencyKey, Job, OutboxMessage
-from core.plan.compatibility import Rule, cells
+from core.plan.compatibility import cells
+from core.plan.rules.table import Rule
 
 
 def jsonl(rows: list[dict[str, Any]]) -> bytes:

@@ -1,6 +1,6 @@
 """The matrix of what goes together: cells of stage, method, base, optimizer, batching and memory, each a real run.
 
-The axes and the refusals are those of the compatibility table (core/plan/compatibility.py). A cell that the table
+The axes and the refusals are those of the compatibility table (core/plan/rules). A cell that the table
 allows is trained for two optimizer steps, stopped inside the second and resumed; its weights must be those of a run
 that nobody stopped, and what it hands back must read back, merged where it can be.
 
@@ -31,7 +31,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from core.plan.compatibility import AXES, RULES, values_of
+from core.plan.rules.axes import AXES, values_of
+from core.plan.rules.table import RULES
 from core.spec.axes.stage import Stage
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK

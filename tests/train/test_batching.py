@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import DataError
-from core.plan.compatibility import cells, check, values_of
+from core.plan.compatibility import cells, check
+from core.plan.rules.axes import values_of
 from core.spec.axes.optimizer import AdamW
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder

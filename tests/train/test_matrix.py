@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from core.plan.compatibility import AXES, RULES, check
+from core.plan.compatibility import check
+from core.plan.rules.axes import AXES
+from core.plan.rules.table import RULES
 from core.spec.load import parse_job
 from tests.support.matrix import (
     FAMILIES,

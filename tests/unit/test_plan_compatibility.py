@@ -10,7 +10,9 @@ import pytest
 
 from core.docs import __main__
 from core.docs.plans import _PAGES, render
-from core.plan.compatibility import AXES, RULES, check, values_of
+from core.plan.compatibility import check
+from core.plan.rules.axes import AXES, values_of
+from core.plan.rules.table import RULES
 from core.spec.axes.runtime import BestMetric
 from core.spec.axes.stage import Stage
 from core.spec.base import SpecModel

@@ -188,7 +188,7 @@ def _several_rows(spec: JobSpec) -> bool:
         case Tokens():
             return True
         case Packed():
-            raise ValueError("packed rows are not compiled (core/plan/compatibility.py)")
+            raise ValueError("packed rows are not compiled (core/plan/rules/table.py)")
 
 
 def _triton() -> str:
