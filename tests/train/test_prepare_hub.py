@@ -20,8 +20,8 @@ from core.errors import EftError, ModelError, NoSpace
 from core.spec.axes.model import GGUFModel, HubModel
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_OK
 from core.spec.run.orders import PrepareOrder
-from core.train.entry.prepare import Prepared, prepare_model, prepare_tokenizer
 from core.train.hub import download
+from core.train.prepare.models import Prepared, prepare_model, prepare_tokenizer
 from tests.support.hub import COMMIT, FIRST, SECOND, SHARDS, Hub, safetensors, serving, tiny_model
 from tests.support.tiny_gguf import write_gguf
 

@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from core.errors import ModelError
 from core.spec.axes.model import LocalModel
-from core.train.entry.prepare import Prepared, prepare_model
 from core.train.hub.model_files import causal_lm_classes, inspect, read_header
+from core.train.prepare.models import Prepared, prepare_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -20,8 +20,8 @@ from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RewardModelFolder, RewardModelOrder, RunOrder
 from core.spec.settled import method_of
 from core.train.base.events import NullEventWriter
-from core.train.entry.prepare import prepare_reward_model
 from core.train.model.placement import place
+from core.train.prepare.chains import prepare_reward_model
 from core.train.rollout.sandboxed.programs import answered
 from core.train.rollout.scorers import Scorer
 from core.train.run import Run

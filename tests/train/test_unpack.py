@@ -20,10 +20,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from core.errors import ModelError
 from core.spec.axes.model import LocalModel
 from core.spec.run.exit_codes import EXIT_OK
-from core.train.entry.prepare import Prepared, prepare_model
 from core.train.hub.unpack import formats
 from core.train.hub.unpack.packing import Packing
 from core.train.model.load import load_model
+from core.train.prepare.models import Prepared, prepare_model
 from tests.support.trainer import events, pairs, run, write_rows, write_run
 
 GROUP = 16

@@ -79,10 +79,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrder:
-    from core.train.entry.prepare import prepare_model, prepare_reward_model  # reads models: seconds
     from core.train.export.prepare import prepare_exports
     from core.train.hub.datasets import prepare_dataset
     from core.train.hub.model_cache import ModelCache
+    from core.train.prepare.chains import prepare_reward_model  # reads models: seconds
+    from core.train.prepare.models import prepare_model
     from core.train.rollout.sandboxed.tasks import prepare_task
 
     with console.status("preparing") as status:

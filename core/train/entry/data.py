@@ -108,7 +108,7 @@ def _preview(args: argparse.Namespace) -> dict[str, Any]:
     from core.spec.resolve import resolve
     from core.spec.run.orders import RunOrder
     from core.train.entry.jobfile import document, located
-    from core.train.entry.prepare import prepare_tokenizer
+    from core.train.prepare.models import prepare_tokenizer
 
     spec = resolve(parse_job(document(args)))
     if refused := compatibility.check(spec, preview=True):
