@@ -28,8 +28,8 @@ PARTS = (
         "the next one is used, finally whole logits",
     ),
     (
-        "block.native",
-        "both RMS norms and the gated activation, forward and backward (CPUs with a C compiler)",
+        "block.triton, .native",
+        "both RMS norms and the gated activation, forward and backward",
         "they and LoRA over dense weights are computed as transformers and PEFT do",
     ),
     (

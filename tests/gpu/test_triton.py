@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.train.kernels import interface
 from core.train.kernels.autograd import linear
+from core.train.kernels.fused.operators import rms_norm, serves, silu_gate
 from core.train.kernels.triton import probe
 from core.train.quant.int8 import quantize_int8
 from core.train.quant.layout import dynamic_map
@@ -94,3 +95,27 @@ def test_few_rows_are_the_product(
         wanted = torch.nn.functional.linear(x.double(), dense.view(n, k).double(), bias.double())
         assert (y.double() - wanted).norm() < OFF[dtype] * wanted.norm()
         assert torch.equal(y, again)  # nothing depends on which program ends first
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 577, 4096, 16384])
+def test_norms_and_gates_are_those_of_float64(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x, y, above = (torch.randn(300, width, generator=generator).to(device, dtype) for _ in range(3))
+    weight = torch.randn(width, generator=generator).to(device, dtype)
+    if not serves(x, y, weight):
+        return  # float16 on a CPU
+    a, b = (t.double().requires_grad_() for t in (x, y))
+    x, y = x.requires_grad_(), y.requires_grad_()
+    normed = a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-6)
+    pairs: list[tuple[Tensor, Tensor]] = [
+        (rms_norm(x, weight, 1e-6, from_one=False), normed * weight.double()),
+        (rms_norm(x, weight, 1e-6, from_one=True), normed * (1.0 + weight.double())),
+        (silu_gate(x, y), torch.nn.functional.silu(a) * b),
+    ]
+    for found, wanted in list(pairs):
+        leaves = ([x, y], [a, b]) if found is pairs[2][0] else ([x], [a])
+        theirs = torch.autograd.grad(wanted, leaves[1], above.double(), retain_graph=True)
+        pairs += zip(torch.autograd.grad(found, leaves[0], above), theirs, strict=True)
+    for found, wanted in pairs:
+        assert (found.double() - wanted).norm() < 3 * OFF[dtype] * wanted.norm()

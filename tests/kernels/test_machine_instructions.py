@@ -30,6 +30,7 @@ from tests.support.machine_rows import (
     one,
     operands,
     quotient,
+    root,
     signed,
 )  # fmt: skip
 
@@ -99,6 +100,7 @@ VECTOR: dict[str, tuple[str, Formula]] = {
     "v_ashrrev_i32": ("v_ashrrev_i32_e32 v9, v0, v1", lambda a, b: signed(b) >> (a & 31)),
     "v_lshl_add_u32": ("v_lshl_add_u32 v9, v0, v1, v2", lambda a, b, c: (a << (b & 31)) + c),
     "v_add_lshl_u32": ("v_add_lshl_u32 v9, v0, v1, v2", lambda a, b, c: ((a + b) & MASK) << (c & 31)),
+    "v_xad_u32": ("v_xad_u32 v9, v0, v1, v2", lambda a, b, c: ((a ^ b) + c) & MASK),
     "v_lshl_or_b32": ("v_lshl_or_b32 v9, v0, v1, v2", lambda a, b, c: a << (b & 31) | c),
     "v_bfe_u32": ("v_bfe_u32 v9, v0, v1, v2", lambda a, b, c: field(a, b, c, False)),
     "v_bfe_i32": ("v_bfe_i32 v9, v0, v1, v2", lambda a, b, c: field(a, b, c, True)),
@@ -117,6 +119,7 @@ VECTOR: dict[str, tuple[str, Formula]] = {
     "v_exp_f32": ("v_exp_f32_e32 v9, v0", f(exp2)),
     "v_log_f32": ("v_log_f32_e32 v9, v0", f(log2)),
     "v_rcp_f32": ("v_rcp_f32_e32 v9, v0", f(reciprocal)),
+    "v_sqrt_f32": ("v_sqrt_f32_e32 v9, v0", f(root)),
     "v_ldexp_f32": ("v_ldexp_f32 v9, v0, v1", scaled),
     "v_cvt_f32_f16": ("v_cvt_f32_f16_e32 v9, v0", lambda a: bits_of(half(a))),
     "v_cvt_f32_i32": ("v_cvt_f32_i32_e32 v9, v0", lambda a: bits_of(float(np.float32(signed(a))))),
@@ -333,6 +336,7 @@ SCALAR: dict[str, Callable[..., tuple[int, int | None]]] = {
     "s_mul_hi_i32": lambda a, b: (signed(a) * signed(b) >> 32, None),
     "s_lshl1_add_u32": lambda a, b: ((a << 1) + b, (a << 1) + b > MASK),
     "s_lshl2_add_u32": lambda a, b: ((a << 2) + b, (a << 2) + b > MASK),
+    "s_lshl3_add_u32": lambda a, b: ((a << 3) + b, (a << 3) + b > MASK),
     "s_lshl4_add_u32": lambda a, b: ((a << 4) + b, (a << 4) + b > MASK),
     "s_lshl_b32": lambda a, b: (a << (b & 31), (a << (b & 31)) & MASK != 0),
     "s_lshr_b32": lambda a, b: (a >> (b & 31), a >> (b & 31) != 0),

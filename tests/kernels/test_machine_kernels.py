@@ -24,7 +24,8 @@ MORE = [
     "nf4, one number", "nf4, ragged by 37", "nf4 in blocks of 32", "int8 to float32, ragged by 1",
     "gemv nf4, 5 rows of 9 columns, bias", "gemv nf4, rows that begin within a block",
     "gemv int8, 3 rows of 7 columns, ragged", "loss, a small vocabulary", "loss float32, every option",
-    "loss, numbers that are none",
+    "loss, numbers that are none", "norm, rows of 63", "norm float32, rows of 577, gradient",
+    "gate float32, ragged by 1", "gate, 33 numbers, gradient",
 ]  # fmt: skip
 
 

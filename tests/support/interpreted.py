@@ -120,3 +120,40 @@ def step_and_rows() -> Computed:
         generated,
         scratch_for(x.device).misses - before,
     )
+
+
+def parts_of_a_block(x: Tensor, y: Tensor, weight: Tensor, above: Tensor) -> tuple[str, list[Tensor]]:
+    """The backend, and both norms of x [..., n] and the gated activation of x and y, each with its gradients for
+    `above`, by whatever kernels are used in this process."""
+    from core.train.kernels.fused.operators import rms_norm, serves, silu_gate
+    from core.train.kernels.interface import backend_for
+
+    assert serves(x, y, weight)
+    x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+    found: list[Tensor] = []
+    for out, leaves in (
+        (rms_norm(x, weight, 1e-6, from_one=False), [x]),
+        (rms_norm(x, weight, 1e-6, from_one=True), [x]),
+        (silu_gate(x, y), [x, y]),
+    ):
+        found += [out.detach(), *torch.autograd.grad(out, leaves, above)]
+    return backend_for(x.device, "block"), found
+
+
+def last_rows(width: int) -> None:
+    """The last program of a norm, and of its gradient, writes the last rows of more than 2³¹ numbers, and no more."""
+    from core.train.kernels.triton import block
+
+    rows = 2**31 // width + 3
+    (programs,), shape = block._rows(rows, width)
+    constants = {"from_one": False, "each": shape["each"], "columns": shape["columns"]}
+    last = rows - (programs - 1) * shape["each"]
+    x, out = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(rows, width, dtype=torch.bfloat16)
+    scale, weight = torch.empty(rows), torch.full((width,), 2.0, dtype=torch.bfloat16)
+    x[-last:], out[-last - 1 :], scale[-last - 1 :] = -3.0, 7.0, 7.0
+    where = "core.train.kernels.triton.block:"
+    one_program(f"{where}_norm", programs - 1, programs, out, scale, x, weight, 0.0, rows, width, **constants)
+    assert (out[-last:] == -2.0).all() and (out[-last - 1] == 7.0).all()
+    assert torch.allclose(scale[-last:], torch.tensor(1 / 3)) and scale[-last - 1] == 7.0
+    one_program(f"{where}_norm_grad", programs - 1, programs, out, x, x, weight, scale, rows, width, **constants)
+    assert (out[-last:].abs() < 1e-2).all() and (out[-last - 1] == 7.0).all()  # along x nothing is left

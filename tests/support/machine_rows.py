@@ -117,6 +117,13 @@ def log2(value: float) -> float:
     return math.nan if value < 0 else value if not math.isfinite(value) else nearest(Fraction(math.log2(value)))
 
 
+def root(value: float) -> float:
+    value = flushed(value)
+    if not value > 0 or math.isinf(value):
+        return math.nan if value < 0 else value
+    return nearest(Fraction(math.sqrt(value)))
+
+
 def quotient(a: float, b: float) -> float:
     if math.isnan(a) or math.isnan(b) or (a == 0 and b == 0) or (math.isinf(a) and math.isinf(b)):
         return math.nan

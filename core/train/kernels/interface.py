@@ -45,7 +45,7 @@ def available(device: torch.device, part: Part = "dequantize") -> tuple[Backend,
     leaves that alone. (`EFT_KERNELS=triton` on a CPU is for tests: Triton's interpreter.)"""
     asked = os.environ.get("EFT_KERNELS")
     if asked == "triton" or (asked != "portable" and device.type == "cuda"):
-        if part != "block" and probe.unavailable(device) is None:
+        if probe.unavailable(device) is None:
             return "triton", "portable"
     elif device.type == "cpu" and part != "gemv" and not isinstance(native.library(), str):  # it heeds EFT_KERNELS
         return "native", "portable"

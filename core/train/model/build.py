@@ -130,8 +130,9 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
         add_noise(model, alpha)
     # torch.compile fuses the same parts by itself, and cannot look into operators of ours.
     parts = FusedParts("compiled") if spec.training.compile else fuse_parts(model, placement.device)
-    if packed is not None or parts.backend == "native":
-        adapters = _fuse(model, dense=parts.backend == "native")
+    fuses = parts.backend not in ("portable", "compiled")
+    if packed is not None or fuses:
+        adapters = _fuse(model, dense=fuses)
         if packed is not None:
             packed |= {"kernels": describe(placement.device), "adapters": asdict(adapters)}
             run.close_at_end(clear_scratch)

@@ -61,10 +61,10 @@ def checks(device: torch.device) -> list[SelftestCheck]:
         for dtype in DTYPES
     ]
     found += [
-        SelftestCheck(f"block.native.{dtype}", partial(_parts_of_a_block, dtype))
+        SelftestCheck(f"block.{backend}.{dtype}", partial(_parts_of_a_block, dtype))
         for backend in interface.available(device, "block")
-        if backend == "native"
-        for dtype in ("bf16", "fp32")
+        if backend != "portable"
+        for dtype in (DTYPES if backend == "triton" else ("bf16", "fp32"))
     ]
     return found
 

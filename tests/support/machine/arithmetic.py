@@ -62,6 +62,10 @@ def reciprocal(a: Array) -> Array:
     return (1.0 / a.astype(f64)).astype(f32)
 
 
+def root(a: Array) -> Array:
+    return np.sqrt(flush(a).astype(f64)).astype(f32)
+
+
 def ldexp(a: Array, by: Array) -> Array:
     return np.ldexp(a.astype(f64), np.clip(by, -400, 400)).astype(f32)
 

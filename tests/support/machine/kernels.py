@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core.train.kernels import portable
-from core.train.kernels.triton import gemv, int8, loss, nf4
+from core.train.kernels.triton import block, gemv, int8, loss, nf4
 from core.train.kernels.triton.case import Case
 from core.train.kernels.triton.compiled import record
 from core.train.loss.linear_cross_entropy import HeadOptions
@@ -150,6 +150,51 @@ def losses(
     return Run(launch, check)
 
 
+def norm(dtype: torch.dtype, width: int, rows: int, gradient: bool = False, from_one: bool = False) -> Run:
+    """An RMS norm, or its gradient, within two roundings of the largest value; of float64."""
+    x, above = (3 * _random(rows, width, seed=seed) for seed in (1, 2))
+    x, above, weight = x.to(dtype), above.to(dtype), _random(width, seed=3).to(dtype)
+    exact = x.double().requires_grad_()
+    root = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)
+    wanted = exact * root * (weight.double() + (1.0 if from_one else 0.0))
+    out, scale = torch.empty_like(x), torch.empty(rows)
+
+    def launch() -> Tensor:
+        if gradient:
+            block.norm_grad(out, above, x, weight, root.detach().float().flatten(), from_one)
+        else:
+            block.norm(out, scale, x, weight, 1e-6, from_one)
+        return out
+
+    def check(out: Tensor) -> None:
+        right = torch.autograd.grad(wanted, exact, above.double())[0] if gradient else wanted.detach()
+        assert (out.double() - right).abs().max() <= 2 * EPS[dtype] * right.abs().max()
+        if not gradient:
+            torch.testing.assert_close(scale, root.detach().float().flatten(), rtol=2e-6, atol=0)
+
+    return Run(launch, check)
+
+
+def gate(dtype: torch.dtype, count: int, gradient: bool = False) -> Run:
+    """silu(gate) · up, or both of its gradients, within two roundings of the largest value; of float64."""
+    x, y, above = (3 * _random(count, seed=seed) for seed in (1, 2, 3))
+    x, y, above = x.to(dtype), y.to(dtype), above.to(dtype)
+    exact, up = x.double().requires_grad_(), y.double().requires_grad_()
+    wanted = torch.nn.functional.silu(exact) * up
+    outs = [torch.empty_like(x) for _ in range(2 if gradient else 1)]
+
+    def launch() -> Tensor:
+        block.gate_grad(*outs, above, x, y) if gradient else block.gate(*outs, x, y)
+        return torch.stack(outs)
+
+    def check(out: Tensor) -> None:
+        rights = torch.autograd.grad(wanted, [exact, up], above.double()) if gradient else [wanted.detach()]
+        for found, right in zip(out, rights, strict=True):
+            assert (found.double() - right).abs().max() <= 2 * EPS[dtype] * right.abs().max()
+
+    return Run(launch, check)
+
+
 EVERY = HeadOptions(softcap=30.0, label_smoothing=0.1)
 _TILE = 2048
 TABLED: dict[str, Callable[[], Run]] = {
@@ -169,6 +214,18 @@ TABLED: dict[str, Callable[[], Run]] = {
     "loss bfloat16, every option": lambda: losses(torch.bfloat16, options=EVERY, bias=True),
     "loss float16": lambda: losses(torch.float16),
     "loss float32": lambda: losses(torch.float32),
+    "norm bfloat16": lambda: norm(torch.bfloat16, 4096, 2),
+    "norm bfloat16, gradient": lambda: norm(torch.bfloat16, 4096, 2, gradient=True),
+    "norm bfloat16, of heads": lambda: norm(torch.bfloat16, 128, 19),
+    "norm bfloat16, of heads, gradient": lambda: norm(torch.bfloat16, 128, 19, gradient=True),
+    "norm bfloat16, from one, wide": lambda: norm(torch.bfloat16, 16384, 1, from_one=True),
+    "norm bfloat16, from one, wide, gradient": lambda: norm(torch.bfloat16, 16384, 1, gradient=True, from_one=True),
+    "norm float32": lambda: norm(torch.float32, 4096, 2),
+    "norm float32, gradient": lambda: norm(torch.float32, 4096, 2, gradient=True),
+    "gate bfloat16": lambda: gate(torch.bfloat16, 2 * _TILE + 96),
+    "gate bfloat16, gradient": lambda: gate(torch.bfloat16, 2 * _TILE + 96, gradient=True),
+    "gate float32": lambda: gate(torch.float32, _TILE + 96),
+    "gate float32, gradient": lambda: gate(torch.float32, _TILE + 96, gradient=True),
 }
 """By the names of `record.cases()`."""
 MORE: dict[str, Callable[[], Run]] = {
@@ -184,6 +241,10 @@ MORE: dict[str, Callable[[], Run]] = {
         torch.float32, 1001, options=HeadOptions(softcap=20.0, scale=0.5, label_smoothing=0.2, z_loss=1e-3), bias=True
     ),
     "loss, numbers that are none": lambda: losses(torch.float16, 300, spoilt=True),
+    "norm, rows of 63": lambda: norm(torch.bfloat16, 63, 35),
+    "norm float32, rows of 577, gradient": lambda: norm(torch.float32, 577, 3, gradient=True),
+    "gate float32, ragged by 1": lambda: gate(torch.float32, _TILE + 1),
+    "gate, 33 numbers, gradient": lambda: gate(torch.bfloat16, 33, gradient=True),
 }
 
 

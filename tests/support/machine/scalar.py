@@ -70,6 +70,7 @@ TABLE: dict[str, tuple[str, Formula, Formula | None]] = {
     ),
     "s_lshl1_add_u32": ("u32 u32 u32", lambda a, b: (a << u32(1)) + b, _shifted_carry(1)),
     "s_lshl2_add_u32": ("u32 u32 u32", lambda a, b: (a << u32(2)) + b, _shifted_carry(2)),
+    "s_lshl3_add_u32": ("u32 u32 u32", lambda a, b: (a << u32(3)) + b, _shifted_carry(3)),
     "s_lshl4_add_u32": ("u32 u32 u32", lambda a, b: (a << u32(4)) + b, _shifted_carry(4)),
     "s_lshl_b32": ("u32 u32 u32", lambda a, b: shift(a, b, True), _nonzero),
     "s_lshr_b32": ("u32 u32 u32", lambda a, b: shift(a, b, False), _nonzero),

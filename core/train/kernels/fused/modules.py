@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from core.train.kernels.fused.operators import rms_norm, silu_gate
+from core.train.kernels.fused.operators import rms_norm, serves, silu_gate
 from core.train.kernels.interface import backend_for
-from core.train.kernels.native import DTYPES
 
 Form = Literal["plain", "from_one"]
 FORMS: tuple[Form, ...] = ("plain", "from_one")
@@ -43,7 +42,7 @@ def fuse_parts(model: nn.Module, device: torch.device) -> FusedParts:
     parameters and what is saved stay as they are. Within torch.compile, for other dtypes and for a weight that is
     trained a module computes as before."""
     backend = backend_for(device, "block")
-    if backend != "native":
+    if backend == "portable":
         return FusedParts(backend)
     norms = gates = 0
     module: Any
@@ -60,12 +59,7 @@ def fuse_parts(model: nn.Module, device: torch.device) -> FusedParts:
 
 
 def _fits(*tensors: Tensor) -> bool:
-    first = tensors[0]
-    return (
-        first.dtype in DTYPES
-        and all(each.dtype == first.dtype for each in tensors)
-        and not torch.compiler.is_compiling()
-    )
+    return not torch.compiler.is_compiling() and serves(*tensors)
 
 
 # --- RMS norms -------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""RMS norm and the gated activation, each one operator with its gradient, by the C kernels (native.c).
+"""RMS norm and the gated activation, each one operator with its gradient: in C on a CPU, in Triton on a GPU.
 
 Values are rounded where the eager formulas round them, so that in bfloat16 a result differs from the eager one where a
 sum in another order, or another exponential, falls on the other side of a rounding. Each row is computed by itself, in
-an order that neither threads nor other rows change. Tensors are of one dtype, bfloat16 or float32, on the CPU.
+an order that neither threads nor other rows change. `serves` says which tensors they take.
 """
 
 from __future__ import annotations
@@ -14,6 +14,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from core.train.kernels import native
+from core.train.kernels.interface import backend_for
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether the operators take these tensors: of one dtype that the device's kernels compute in."""
+    first = tensors[0]
+    if any(each.dtype != first.dtype for each in tensors):
+        return False
+    match backend_for(first.device, "block"):
+        case "native":
+            return first.dtype in native.DTYPES
+        case "triton":
+            block = _kernels(first)
+            return first.dtype in block.DTYPES and first.shape[-1] <= block.WIDEST
+        case "portable":
+            return False
+
+
+def _kernels(tensor: Tensor) -> Any:
+    """The module of kernels for the tensor's device; both have the same four functions."""
+    if backend_for(tensor.device, "block") != "triton":
+        return native
+    from core.train.kernels.triton import block
+
+    return block
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool) -> Tensor:
@@ -31,8 +56,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
-        out, scale = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32)
-        native.norm(out, scale, x, weight, eps, from_one)
+        out, scale = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        _kernels(x).norm(out, scale, x, weight, eps, from_one)
         ctx.save_for_backward(x, weight, scale)
         ctx.from_one = from_one
         return out
@@ -42,7 +67,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        native.norm_grad(grad_x, grad.contiguous(), x, weight, scale, ctx.from_one)
+        _kernels(x).norm_grad(grad_x, grad.contiguous(), x, weight, scale, ctx.from_one)
         return grad_x, None, None, None
 
 
@@ -51,7 +76,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
-        native.gate(out, gate, up)
+        _kernels(out).gate(out, gate, up)
         ctx.save_for_backward(gate, up)
         return out
 
@@ -60,5 +85,5 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        native.gate_grad(grad_gate, grad_up, grad.contiguous(), gate, up)
+        _kernels(gate).gate_grad(grad_gate, grad_up, grad.contiguous(), gate, up)
         return grad_gate, grad_up

@@ -19,10 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from core.hardware.tables.arch import lookup
-from core.train.kernels.triton import gemv, int8, loss, nf4
+from core.train.kernels.triton import block, gemv, int8, loss, nf4
 from core.train.kernels.triton.case import Case
 
-MODULES = (nf4, int8, gemv, loss)
+MODULES = (nf4, int8, gemv, loss, block)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
