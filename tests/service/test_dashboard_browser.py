@@ -270,6 +270,13 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     _change_in_two_tabs(service, window, job_id)
     _look_closely(service, window, job_id)
 
+    os.kill(service.pid("api"), signal.SIGSTOP)  # it hangs: its connections stay open, and nothing comes
+    try:
+        window.wait_for_text("#banner", "does not answer", 30)
+    finally:
+        os.kill(service.pid("api"), signal.SIGCONT)
+    window.wait(lambda: not window.text("#banner"), "the notice to go")
+
     os.kill(service.pid("api"), signal.SIGKILL)
     window.wait_for_text("#banner", "does not answer", 30)
     wait_for(lambda: _answers(service), 60, "the API to be back")

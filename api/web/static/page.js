@@ -8,12 +8,14 @@ const eft = {
   refreshed: 0,    // how often its contents were asked for again
   after: document.body.dataset.after || "",
   liveParts: {},   // id of a live part → what takes its fresh contents, where that is not the plain exchange
+  heard: performance.now(),  // when the server last answered anything
 };
 
 eft.fetch = async (path, options = {}) => {
   const headers = { accept: "application/json", ...(options.headers || {}) };
   if (options.method && options.method !== "GET") headers["x-csrf-token"] = eft.token;
   const reply = await fetch(eft.root + path, { ...options, headers, credentials: "same-origin" });
+  if (reply.status < 500) eft.back();
   if (reply.status === 401) eft.signedOut();
   return reply;
 };
@@ -52,7 +54,8 @@ eft.refresh = async () => {
   if (eft.over || eft.busy) { eft.again = true; return; }
   eft.busy = true;
   try {
-    const reply = await fetch(location.href, { credentials: "same-origin", redirect: "manual" });
+    const reply = await fetch(location.href, { credentials: "same-origin", redirect: "manual", signal: AbortSignal.timeout(60000) });
+    if (reply.status < 500) eft.back();
     if (reply.type === "opaqueredirect" || reply.status === 401) return eft.signedOut();
     if (reply.status === 404) { eft.over = true; eft.stream?.close(); return eft.tell("This is no longer there: it was deleted.", "bad"); }
     if (!reply.ok) return;
@@ -87,6 +90,7 @@ eft.follow = () => {
   if (!path || eft.over) return;
   const stream = eft.stream = new EventSource(`${eft.root}${path}${eft.after ? `?after=${eft.after}` : ""}`);
   const hear = (event) => {
+    eft.heard = performance.now();
     if (event.lastEventId) {
       if (event.lastEventId === eft.after) return;
       eft.after = event.lastEventId;
@@ -98,22 +102,48 @@ eft.follow = () => {
     stream.addEventListener(kind, hear);
   stream.addEventListener("hello", (event) => { eft.after = event.lastEventId; });
   stream.addEventListener("end", () => { stream.close(); eft.ended = true; eft.soon(0); });
-  stream.onopen = () => { if (eft.away) { eft.away = false; eft.tell("", "good"); eft.soon(0); } };
-  stream.onerror = async () => {
-    if (eft.ended || eft.over) return;
+  stream.onopen = () => eft.back(true);
+  stream.onerror = () => {
+    if (eft.ended || eft.over || stream !== eft.stream) return;
     stream.close();
     setTimeout(async () => {
       try {
-        const reply = await eft.fetch("me");
-        if (eft.over) return;
+        const reply = await eft.fetch("me", { signal: AbortSignal.timeout(PATIENCE) });
+        if (eft.over || stream !== eft.stream) return;
         if (reply.ok) return eft.follow();
       } catch { /* away */ }
-      eft.away = true;
-      eft.tell("The server does not answer; this page continues as soon as it does.", "");
-      setTimeout(eft.follow, 1500);
+      eft.gone();
+      setTimeout(() => { if (stream === eft.stream) eft.follow(); }, 1500);
     }, 300);
   };
 };
+
+// -- a server that is away, or that hangs: then its connections stay open, and nothing but its silence tells it.
+const PATIENCE = 5000;  // ms
+eft.gone = () => {
+  if (eft.over) return;
+  eft.away = true;
+  eft.tell("The server does not answer; this page continues as soon as it does.", "");
+};
+eft.back = (connected = false) => {
+  eft.heard = performance.now();
+  if (!eft.away || eft.over) return;
+  eft.away = false;
+  eft.tell("", "good");
+  if (!connected && eft.stream && !eft.ended) { eft.stream.close(); eft.follow(); }  // its connection may be a dead one
+  eft.soon(0);
+};
+eft.probe = async () => {
+  if (document.hidden || eft.over || eft.probing || performance.now() < eft.heard + PATIENCE) return;
+  eft.probing = true;
+  const before = eft.heard;
+  try {
+    const reply = await fetch(`${eft.root}healthz`, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
+    if (!reply.ok) throw new Error(reply.status);
+    eft.back();
+  } catch { if (eft.heard === before) eft.gone(); } finally { eft.probing = false; }
+};
+setInterval(eft.probe, 2000);
 
 // -- times
 eft.words = (seconds) => {

@@ -31,6 +31,9 @@ GROWTH = 1 / 8
 
 _kept: OrderedDict[tuple[object, ...], Series] = OrderedDict()
 _lock = threading.Lock()
+_whole_curve = threading.Lock()
+"""Held while a curve is read whole. SQLite's driver gives the interpreter up at every row, so that threads which read
+at once spend their time on handing it over."""
 
 
 def curves(
@@ -135,10 +138,15 @@ class _StoredCurves:
     def curve(self, name: str, points: int) -> tuple[list[queries.Point], int]:
         """Points that suffice to be thinned out to so many, and of how many they are."""
         level = self._levels.get(name)
-        found = queries.metric_points(self._session, self._job.id, name, None if level is None else level.last[0])
-        if level is not None and (not found or found[0][:2] != level.last):
-            del self._levels[name]
-            level, found = None, queries.metric_points(self._session, self._job.id, name)
+        found = []
+        if level is not None:
+            found = queries.metric_points(self._session, self._job.id, name, level.last[0])
+            if not found or found[0][:2] != level.last:
+                del self._levels[name]
+                level = None
+        if level is None:
+            with _whole_curve:
+                found = queries.metric_points(self._session, self._job.id, name)
         if level is None and len(found) < LONG:
             return found, len(found)
         from core.jobs.views import levels
