@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,59 @@ def test_a_recipe_ends_with_the_undisturbed_bits_whatever_is_killed(service: Ser
         again = session.logprobs([{"tokens": row} for row in ROWS], model="struck").arrays["logprobs"]
         assert np.array_equal(again, struck[-1]), "it comes back as it was"
     assert client.sessions.get("last")["status"] in ("closing", "closed")
+    client.close()
+
+
+def test_sessions_of_one_base_share_a_process_and_its_end(service: Service, models: Path) -> None:
+    """There is one slot. Three sessions take turns in one process, each to the bits that it has alone, while that is
+    killed by kill -9 and its host closed; a guest that nobody uses is parked, and comes back."""
+    client = Client(service.note()["url"], service.key, patience=120)
+    spec = {"model": str(models / "tiny"), "method": None, "precision": "fp32", "resources": {"accelerator": "cpu"}}
+    names = ["one", "two", "three"]
+
+    def shared(*others: TrainingSession) -> None:
+        wait_for(lambda: all(one.status()["status"] == "running" for one in others), 120, "all to run")
+        assert len([pid for one in others for pid in children(service, one.id)]) == 1
+
+    with client.session(**spec) as calm:
+        for name in names:
+            calm.create(name, METHOD, seed=len(name))
+        expected = {name: [turn(calm, name, number) for number in range(6)] for name in names}
+    stack = ExitStack()
+    sessions = {name: stack.enter_context(client.session(**spec, idle_seconds=600.0)) for name in names}
+    found: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in names}
+
+    def work(number: int, which: list[str]) -> None:
+        for name in which:
+            found[name].append(turn(sessions[name], name, number))
+
+    for name in names:
+        sessions[name].create(name, METHOD, seed=len(name))
+    work(0, names)
+    shared(*sessions.values())
+    hosts = [name for name in names if children(service, sessions[name].id)]
+    (guest, other) = [name for name in names if name not in hosts]
+    reason = sessions[guest].status()["reason"]
+    assert reason.startswith(f"joins {sessions[hosts[0]].id}") or reason.startswith("runs on"), reason
+    work(1, names)
+    (child,) = children(service, sessions[hosts[0]].id)
+    os.kill(child, signal.SIGKILL)
+    work(2, names)
+    os.kill(service.pid("worker"), signal.SIGKILL)
+    work(3, names)
+    client.sessions.park(sessions[guest].id)
+    wait_for(lambda: sessions[guest].status()["status"] == "parked", 60, "one to be parked")
+    work(4, [other])
+    work(4, [*hosts, guest])
+    shared(*sessions.values())
+    (host,) = [name for name in names if children(service, sessions[name].id)]
+    rest = [name for name in names if name != host]
+    work(5, [host])
+    sessions[host].close()
+    work(5, rest)
+    for name in names:
+        assert all(np.array_equal(one, two) for one, two in zip(found[name], expected[name], strict=True)), name
+    stack.close()
     client.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -49,12 +50,14 @@ def environment(service: Service) -> dict[str, str]:
     }
 
 
-def started(folder: Path) -> tuple[Service, Path]:
-    """A service whose models are those of an overlay, and the overlay: a folder to run recipes in."""
+def started(folder: Path, *, model: Path | None = None, exact: bool = True) -> tuple[Service, Path]:
+    """A service whose models are those of an overlay, and the overlay: a folder to run recipes in. `model`: a folder
+    with the model that recipes get; None: a tiny one."""
     overlay = folder / "overlay"
-    make(overlay)
+    make(overlay, model)
     settings = {"EFT_MODEL_ROOTS": str(overlay), "EFT_MAX_SESSIONS": "0", "EFT_RATE_PER_MINUTE": "0"}
-    service = Service(folder / "service", settings | {"EFT_TINKER_PRECISION": "fp32", "EFT_TINKER_EXACT": "true"})
+    settings |= {"EFT_TINKER_PRECISION": "fp32", "EFT_TINKER_EXACT": str(exact).lower()}
+    service = Service(folder / "service", settings)
     service.start()
     return service, overlay
 
@@ -88,9 +91,12 @@ def metrics(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in found.read_text().splitlines()] if found.is_file() else []
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, model: Path | None = None) -> None:
     """Write model and data into an empty folder."""
-    subprocess.run([sys.executable, "-m", "tests.support.cookbook", str(folder / MODEL)], cwd=ROOT, check=True)
+    if model is None:
+        subprocess.run([sys.executable, "-m", "tests.support.cookbook", str(folder / MODEL)], cwd=ROOT, check=True)
+    else:
+        shutil.copytree(model, folder / MODEL)
     numbers = range(ROWS)
     chats = [{"messages": chat(n), "prompt": sentence(n), "category": "Open QA"} for n in numbers]
     sums = [{"question": f"What is {n % 7} + {n % 5}?", "answer": f"Easy.\n#### {n % 7 + n % 5}"} for n in numbers]

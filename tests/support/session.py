@@ -44,6 +44,8 @@ class SessionClient:
         self.stream = stream
         self.position = 0
         self.exact = False
+        self.about: dict[str, Any] = {}
+        """What each header says beside the operation."""
 
     def hello(self) -> dict[str, Any]:
         frame = receive(self.stream)
@@ -71,13 +73,29 @@ class SessionClient:
             "position": self.position,
             "identity": f"op-{self.position}",
             "exact": self.exact,
+            **self.about,
         }
         send(self.stream, Frame(header | {"op": {"op": op, **fields}}, save(arrays) if arrays else b""))
 
     def snapshot(self) -> None:
-        send(self.stream, Frame({"id": 0, "snapshot": True}))
+        assert self._tell({"snapshot": True})["position"] == self.position
+
+    def beside(self, session_id: str, folder: Path) -> SessionClient:
+        """Another session, in the same child."""
+        other = SessionClient(self.stream)
+        other.about = {"session": session_id}
+        other.position = other._tell({"join": str(folder)})["position"]
+        return other
+
+    def leave(self) -> None:
+        assert self._tell({"leave": True})["position"] == self.position
+
+    def _tell(self, header: dict[str, Any]) -> dict[str, Any]:
+        send(self.stream, Frame({"id": 0, **header, **self.about}))
         frame = receive(self.stream)
-        assert frame is not None and frame.header["result"]["position"] == self.position
+        assert frame is not None and frame.header["ok"], frame
+        result: dict[str, Any] = frame.header["result"]
+        return result
 
 
 class SessionChild(SessionClient):

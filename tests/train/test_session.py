@@ -473,3 +473,76 @@ def test_a_killed_child_goes_on_to_the_bit_from_its_snapshot(tiny_dir: Path, tmp
     assert revived.position == 6
     assert finish(revived) == expected
     revived.end()
+
+
+def test_sessions_that_share_a_child_come_to_what_each_comes_to_alone(tiny_dir: Path, tmp_path: Path) -> None:
+    """Three sessions with an adapter of the same name take turns, kill -9 in the middle, one leaves and comes back:
+    losses, samples and states are those of a child of its own, to the bit. Dropout takes part."""
+
+    def log_of(number: int) -> list[tuple[str, Any, dict[str, Any]]]:
+        log: list[tuple[str, Any, dict[str, Any]]] = [
+            ("create", None, {"model": "m", "method": {**LORA, "r": 2 + number, "lora_dropout": 0.1}, "seed": number})
+        ]
+        for turn in range(3):
+            at = turn + number
+            log.append(("forward_backward", examples(ROWS[at % 3]), {"model": "m"}))
+            log.append(("forward_backward", examples(ROWS[(at + 1) % 3]), {"model": "m"}))
+            log.append(("generate", examples(ROWS[at % 3]), {"model": "m", "max_tokens": 4, "seed": turn}))
+            log.append(("step", None, {"model": "m", "learning_rate": 0.01, "max_grad_norm": 0.5}))
+        return [*log, ("save", None, {"model": "m", "name": "end"})]
+
+    def told(child: SessionClient, entry: tuple[str, Any, dict[str, Any]]) -> Any:
+        result, found = child.ask(entry[0], entry[1], **entry[2])
+        result.pop("folder", None)
+        return result, {name: values.tolist() for name, values in found.items()}
+
+    logs = [log_of(number) for number in range(3)]
+    alone, states = [], []
+    for number, log in enumerate(logs):
+        calm = InThread(tmp_path / f"calm-run-{number}", session.order(tiny_dir, tmp_path / f"calm-{number}"))
+        alone.append([told(calm, entry) for entry in log])
+        states.append((tmp_path / f"calm-{number}" / "saved" / "end" / "state.safetensors").read_bytes())
+        calm.end()
+    given, shared = session.order(tiny_dir, tmp_path / "s0"), dict[int, list[Any]]({0: [], 1: [], 2: []})
+    with SessionChild(tmp_path / "run-1", given) as child:
+        child.hello()
+        members: list[SessionClient] = [child, *(child.beside(f"s{n}", tmp_path / f"s{n}") for n in (1, 2))]
+        for at in range(7):
+            for number, member in enumerate(members):
+                shared[number].append(told(member, logs[number][at]))
+            if at == 2:
+                members[1].snapshot()
+            if at == 4:
+                members[2].leave()
+                members[2] = child.beside("s2", tmp_path / "s2")
+                assert members[2].position == 5
+                child.snapshot()
+        child.send(logs[0][7][0], logs[0][7][1], **logs[0][7][2])
+        child.process.kill()
+    revived = InThread(tmp_path / "run-2", session.order(tiny_dir, tmp_path / "s1"))
+    members = [revived.beside(f"s{n}", tmp_path / f"s{n}") for n in (0, 2)]
+    members.insert(1, revived)
+    assert [member.position for member in members] == [5, 3, 5]
+    replayed = [logs[number][member.position :] for number, member in enumerate(members)]
+    for number in range(3):
+        del shared[number][members[number].position :]
+    while any(replayed):
+        for number in (2, 1, 0):
+            if replayed[number]:
+                shared[number].append(told(members[number], replayed[number].pop(0)))
+    revived.end()
+    for number in range(3):
+        assert shared[number] == alone[number]
+        assert (tmp_path / f"s{number}" / "saved" / "end" / "state.safetensors").read_bytes() == states[number]
+
+
+def test_a_session_that_leaves_takes_its_adapters_along(child: InThread, tmp_path: Path) -> None:
+    before = child.ask("forward", examples(*ROWS), model="a")[0]
+    guest = child.beside("guest", tmp_path / "guest")
+    assert guest.answer("forward", examples(*ROWS), model="a")[0]["error"]["code"] == "session_model_not_found"
+    guest.ask("create", model="a", method=LORA, seed=3)
+    guest.ask("forward_backward", examples(*ROWS), model="a")
+    assert guest.ask("step", model="a", learning_rate=0.02)[0]["steps"] == 1
+    guest.leave()
+    assert (tmp_path / "guest" / "snapshots").is_dir()
+    assert child.ask("forward", examples(*ROWS), model="a")[0] == before

@@ -12,8 +12,10 @@ from core.base.clock import boottime
 from core.jobs import installation
 from core.jobs.lifecycle import claims, lease_expiry, requeue
 from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.sessions import sharing
 from worker.attempt.attempt import AttemptRunner
 from worker.attempt.context import DATABASE_AWAY, WorkerContext
+from worker.attempt.sessions.guest import GuestAttempt
 from worker.preflight import node
 from worker.upkeep.disk_room import Room
 
@@ -39,9 +41,11 @@ class ClaimLoop:
         self._context, self._settings, self._worker = context, context.settings, worker
         self._slots, self._room, self._fit = slots, room, fit
         self._claiming = threading.Lock()
+        context.invite = self.invite
         self._astray = False
         """The database may say that a slot is taken under which nothing runs here."""
-        self._busy: dict[str, AttemptRunner] = {}
+        self._busy: dict[str, AttemptRunner | GuestAttempt] = {}
+        """By slot; guests, which have none, by job."""
         self._idle = threading.Condition()
 
     def serve(self) -> None:
@@ -60,7 +64,7 @@ class ClaimLoop:
                     self._idle.notify_all()
                 self._astray = self._astray or not written
 
-    def attempts(self) -> list[AttemptRunner]:
+    def attempts(self) -> list[AttemptRunner | GuestAttempt]:
         """What runs now; a job of several slots is there once."""
         return list({attempt.token: attempt for attempt in list(self._busy.values())}.values())
 
@@ -106,10 +110,52 @@ class ClaimLoop:
                         return None
                     if (attempt := self._claim_for(slot)) is not None:
                         return attempt
+                self._share()
             except DATABASE_AWAY as error:
                 log.warning("cannot claim, database: %s", error)
                 return None
         return None
+
+    def invite(self) -> None:
+        """A process has become ready that sessions may share which wait already. Never raises."""
+        with self._claiming:
+            try:
+                self._requeue_unheard()
+                if self.fits():
+                    self._share()
+            except Exception:
+                log.exception("cannot look for sessions that may share a process; the next ring tries again")
+
+    def _share(self) -> None:
+        """Let sessions for which no slot is free into processes that have their base model. Raises DATABASE_AWAY."""
+        for host in self.attempts():
+            while isinstance(host, AttemptRunner) and host.takes_guests():
+                try:
+                    with self._context.database.write() as session:
+                        lease, room = self._settings.lease_seconds, self._room.left()
+                        claim = sharing.join(session, host.token, host.claim.slots, lease, room=room)
+                except DATABASE_AWAY:
+                    self.unheard = True
+                    raise
+                if claim is None:
+                    break
+                log.info("%s: attempt %d joins %s", claim.label, claim.token.attempt, host.claim.label)
+                guest = host.admit(claim)
+                with self._idle:
+                    self._busy[claim.token.job_id] = guest
+                name = f"eft-guest-{claim.token.job_id[-6:]}"
+                threading.Thread(target=self._entertain, args=(guest,), name=name, daemon=True).start()
+
+    def _entertain(self, guest: GuestAttempt) -> None:
+        try:
+            guest.run()
+        except Exception:
+            log.exception("%s: the end of attempt %d was not written", guest.claim.label, guest.token.attempt)
+            self.unheard = True
+        finally:
+            with self._idle:
+                del self._busy[guest.token.job_id]
+                self._idle.notify_all()
 
     def _claim_for(self, slot: Slot) -> AttemptRunner | None:
         """What stands in the way of a claim is put aside, so that the next in line can have the slot."""

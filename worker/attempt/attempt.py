@@ -33,7 +33,9 @@ from worker.attempt.context import DATABASE_AWAY, RETRY_SECONDS, PatientDatabase
 from worker.attempt.event_relay import EventRelay
 from worker.attempt.fork_server import ForkServer
 from worker.attempt.serving_bridge import ServingBridge
-from worker.attempt.session_bridge import SessionBridge
+from worker.attempt.sessions.bridge import SessionBridge
+from worker.attempt.sessions.guest import GuestAttempt
+from worker.attempt.sessions.line import SessionLine, SharedChild, of_shared
 from worker.attempt.tracking import Trackers
 from worker.environment import child_environment
 from worker.gpus import gpu_memory
@@ -76,6 +78,9 @@ class AttemptRunner:
         """Whether its time limit is the only reason for its stop."""
         self._trackers = Trackers(site, claim, self.folder)
         self._bridge: SessionBridge | ServingBridge | None = None
+        self._shared: SharedChild | None = None
+        """The child of a session once it answers, which others may join."""
+        self._guests: list[GuestAttempt] = []
         self._stage = None if site.copies is None else Staging(site.copies, claim)
 
     def run(self) -> None:
@@ -83,12 +88,14 @@ class AttemptRunner:
         written it raises, and nothing of the attempt runs any more."""
         try:
             end = self._attend()
+            self._see_guests_out(*(end or (Requeued("the process it shared has ended"), None)))
             if end is not None:
                 self._finish(*end)
                 self._keep_curves()
         finally:
             if self.child is not None:
                 self.child.reap()
+            self._see_guests_out(_defect(RuntimeError()), None)
             self._trackers.end(None)
             if self._bridge is not None:
                 self._bridge.close()
@@ -142,6 +149,8 @@ class AttemptRunner:
         )
         if self._time_is_up and isinstance(result, Requeued):
             result = self._over()
+        elif not self._alone():
+            result = of_shared(result)
         if self.claim.kind == Kind.PREPARE and isinstance(result, Succeeded):
             weights = self.claim.slot.kind != "preview"
             found = orders.with_shape(result.result, weights=weights)
@@ -294,10 +303,46 @@ class AttemptRunner:
         if self.claim.kind == Kind.SERVING:
             self._bridge = ServingBridge(site, self._database, token, ours, self.lose, self._ask)
         else:
+            line = SessionLine(ours)
+
+            def ready() -> None:
+                self._shared = SharedChild(line, child)
+                site.invite()
+
+            folder, bells = site.layout.session(token.job_id), site.layout.bells
             self._bridge = SessionBridge(
-                self._database, token, site.layout.session(token.job_id), site.layout.bells, ours, self.lose
+                self._database, token, folder, bells, line, self.lose, alone=self._alone, ready=ready
             )
         return child
+
+    # -- other sessions in the process of this one
+
+    def takes_guests(self) -> bool:
+        """Whether another session may join."""
+        shared, most = self._shared, self.site.settings.session_guests
+        leaves = self._asked is not None or self.lost.is_set() or self.site.leaving.is_set()
+        if shared is None or shared.ended.is_set() or leaves or self._limit is not None or len(self.claim.slots) > 1:
+            return False
+        self._guests = [guest for guest in self._guests if not guest.over.is_set()]
+        return len(self._guests) < most
+
+    def admit(self, claim: Claim) -> GuestAttempt:
+        """Let a session in for which `takes_guests` has room. The caller runs it, in a thread of its own."""
+        assert self._shared is not None
+        guest = GuestAttempt(self.site, claim, self._shared)
+        self._guests.append(guest)
+        return guest
+
+    def _alone(self) -> bool:
+        return all(guest.over.is_set() for guest in self._guests)
+
+    def _see_guests_out(self, outcome: Outcome, code: int | None) -> None:
+        """The child is gone: each guest writes its end, before anybody else gets the slot."""
+        if self._shared is None or self._shared.ended.is_set():
+            return
+        self._shared.end(outcome, code)
+        for guest in self._guests:
+            guest.over.wait()
 
     # -- a data root that is an object store
 

@@ -57,6 +57,8 @@ class WorkerContext:
     """Where trainers leave snapshots in memory; None: nowhere."""
     copies: LocalCache | None = None
     """What this box has of a data root that is an object store; None: the data root is a folder."""
+    invite: Callable[[], None] = lambda: None
+    """Looks for sessions that may share a process which has become ready for it."""
     room: Callable[[], int | None] = lambda: None
     """Bytes that a job may take of the data root; None: not measured."""
     abandon: threading.Event = field(default_factory=threading.Event)

@@ -7,7 +7,7 @@ that worker carries. Lease times are computed and compared by the database's clo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -126,7 +126,7 @@ def claim(
             break
     job_id = job.id
     try:
-        return _take(session, job, worker, node, choice.slots, lease_seconds)
+        return take(session, job, worker, node, choice.slots, lease_seconds)
     except (OperationalError, InterfaceError, IntegrityError, Unclaimable):
         raise  # the database is away, or has an allocation of the slot
     except Exception as error:
@@ -186,14 +186,24 @@ def decide(
     return claimed, Start(Status.STARTING, reason, data, first=job.started_at is None)
 
 
-def _take(
-    session: Session, job: Job, worker: str, node: str, slots: tuple[Slot, ...], lease_seconds: float
+def take(
+    session: Session,
+    job: Job,
+    worker: str,
+    node: str,
+    slots: tuple[Slot, ...],
+    lease_seconds: float,
+    *,
+    host: str | None = None,
 ) -> Claim | None:
-    """Write what `decide` says; None: another worker was quicker."""
+    """Write what `decide` says; None: another worker was quicker. `host`: the session that holds the slots, and whose
+    process `job` joins."""
     least = min(slots, key=lambda one: one.device_bytes)
     opens = kind_of(job, slots) in (Kind.TRAIN, Kind.TRIAL) and auto_method.is_open(job.spec, job.settled)
     opened = _settle(session, job, least) if opens else {}
     won, start = decide(job, worker, node, slots, opened, runtime_estimates.spent(session, job.id))
+    if host is not None:
+        start = replace(start, reason=f"joins {host} on {node}: one process computes for both, in turns")
     values: dict[str, Any] = {
         "attempt": Job.attempt + 1,
         "worker": worker,
@@ -223,7 +233,7 @@ def _take(
     # Preparing and previewing cost nothing, which is settled at once.
     charged = {} if CHILDREN[slot.phase].billed else {"charged_at": db_now()}
     gpus = 1 if slot.kind == "gpu" else 0
-    for one in slots:
+    for one in slots if host is None else ():
         row = {**ids, "node": node, "slot": one.id, "gpus": gpus, "billing": slot.billing, **charged}
         session.execute(insert(Allocation).values(**row))
     return won

@@ -79,6 +79,11 @@ def due(now: float) -> ColumnElement[bool]:
 COLUMNS = (Job.id, Job.queue_key, Job.created_at, Job.bound_seconds, Job.reserved_at, Job.reserved_node)
 
 
+def waiting(job: Job) -> Waiting:
+    """A job as it stands in the queue."""
+    return _waiting((job.id, job.queue_key, job.created_at, job.bound_seconds, job.reserved_at, job.reserved_node))
+
+
 def _waiting(row: Any) -> Waiting:
     job_id, key, *rest = row
     return Waiting(job_id, Key.parse(key), *rest)

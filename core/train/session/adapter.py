@@ -36,6 +36,9 @@ class SessionAdapter:
     """An adapter with its optimizer, gradient window and random state."""
 
     name: str
+    """Its name within the session."""
+    key: str
+    """Its name on the base, which other sessions may share."""
     method: LoRA
     optimizer: Optimizer
     seed: int
@@ -45,18 +48,21 @@ class SessionAdapter:
     """Backward passes so far: with the seed, the state of its dropout."""
 
     @classmethod
-    def make(cls, base: ResidentBase, name: str, method: LoRA, optimizer: Optimizer, seed: int) -> SessionAdapter:
+    def make(
+        cls, base: ResidentBase, name: str, key: str, method: LoRA, optimizer: Optimizer, seed: int
+    ) -> SessionAdapter:
         """Put a fresh adapter on the base. BadOperation for an optimizer that sessions do not have."""
         if isinstance(optimizer, BAdam | SophiaG):
             words = f"`{optimizer.type}` takes turns or passes of its own between steps, and is one of jobs"
             raise BadOperation(words, field="optimizer")
-        model = base.add(name, method, seed)
+        model = base.add(key, method, seed)
         try:
             # The rate of each step is the factor of its schedule, so that factors of groups stay factors.
             spec = optimizer.model_copy(update={"learning_rate": 1.0})
             trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
             made = cls(
                 name,
+                key,
                 method,
                 optimizer,
                 seed,
@@ -64,14 +70,14 @@ class SessionAdapter:
                 base.engine_of(build_optimizer(spec, decay_groups(model), trained)),
             )
         except BaseException:
-            base.drop(name)
+            base.drop(key)
             raise
         made.engine.policy.head()
         return made
 
     def begin(self) -> Engine:
         """Let the model compute with this adapter."""
-        self.base.activate(self.name)
+        self.base.activate(self.key)
         return self.engine
 
     def draw(self) -> None:
@@ -140,17 +146,17 @@ class SessionAdapter:
         (folder / f"{stem}.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
 
     @classmethod
-    def restore(cls, base: ResidentBase, name: str, folder: Path, stem: str) -> SessionAdapter:
+    def restore(cls, base: ResidentBase, name: str, key: str, folder: Path, stem: str) -> SessionAdapter:
         """Make an adapter of what `save` wrote, to the bit."""
         with reading(folder):
             state = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
             method, optimizer = LoRA.model_validate(state["method"]), _OPTIMIZER.validate_python(state["optimizer"])
             seed = int(state["seed"])
-        made = cls.make(base, name, method, optimizer, seed)
+        made = cls.make(base, name, key, method, optimizer, seed)
         try:
             made.load(folder, stem)
         except BaseException:
-            base.drop(name)
+            base.drop(key)
             raise
         return made
 
@@ -177,7 +183,7 @@ class SessionAdapter:
         self.seed, self.draws = int(state["seed"]), int(state["draws"])
 
     def _neutral(self) -> dict[str, nn.Parameter]:
-        return {self.base.neutral(self.name, key): p for key, p in self.engine.trained_parameters.items()}
+        return {self.base.neutral(self.key, name): p for name, p in self.engine.trained_parameters.items()}
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

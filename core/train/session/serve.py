@@ -1,10 +1,12 @@
-"""The loop of a session's child: one frame in, one frame out, until it is asked to leave."""
+"""The loop of a session's child: one frame in, one frame out, until it is asked to leave. Other sessions of the same
+base may join the one that it was started for."""
 
 from __future__ import annotations
 
 import select
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
 from core.train.base.events import EventWriter
 from core.train.base.log_lines import LogLines
+from core.train.base.out_of_memory import is_out_of_memory
 from core.train.base.reading import is_panic
 from core.train.base.stop import Stop, StopRequested
 from core.train.failures import describe
@@ -30,6 +33,7 @@ from core.train.run import Run
 from core.train.session.examples import read_tensors
 from core.train.session.faults import BadOperation
 from core.train.session.resident import ResidentBase
+from core.train.session.shelf import Shelf
 from core.train.session.snapshots import load_snapshot, write_snapshot
 from core.train.session.verbs import SessionVerbs
 
@@ -56,33 +60,68 @@ def serve(run_dir: Path, stream: socket.socket, stop: Stop) -> int:
     return EXIT_CHECKPOINTED
 
 
+@dataclass(slots=True)
+class _Resident:
+    """A session in this process."""
+
+    verbs: SessionVerbs
+    folder: Path
+    position: int = 0
+    """Of the operation that was computed last."""
+
+    def snapshot(self) -> None:
+        write_snapshot(self.folder, self.verbs, self.position)
+
+
 class _SessionLoop:
+    """Operations of one session, and of others that join it on the same base. Only one is computed at a time, and each
+    session has adapters, windows and random state of its own: what it comes to is what it comes to alone."""
+
     def __init__(self, run: Run, order: SessionOrder, stream: socket.socket) -> None:
-        self._run, self._stream = run, stream
-        self._folder = Path(order.session_dir)
+        self._run, self._stream, self._order = run, stream, order
         run.phase("loading")
         compute = prepare_compute(run)
         with run.stop.at_once():
             run.check_stop()
-            base = ResidentBase(run, compute, load_tokenizer(run.tokenizer_dir))
-            self._verbs = SessionVerbs(
-                base, self._folder, pass_tokens=order.pass_tokens, slots=order.slots, between=run.check_stop
-            )
-            self._position, faults = load_snapshot(self._folder, self._verbs)
+            self._base = ResidentBase(run, compute, load_tokenizer(run.tokenizer_dir))
+            self._shelf = Shelf(self._base)
+            self._seats = 0
+            self._own = self._seated(Path(order.session_dir))
+        self._sessions = {order.job_id: self._own}
+        run.events.write("run_record", record=run.about() | compute.about() | self._base.engine.about())
+
+    def _seated(self, folder: Path) -> _Resident:
+        """A session as its newest snapshot has it."""
+        verbs = SessionVerbs(
+            self._base,
+            self._shelf,
+            folder,
+            seat=self._seats,
+            pass_tokens=self._order.pass_tokens,
+            slots=self._order.slots,
+            between=self._run.check_stop,
+        )
+        self._seats += 1
+        try:
+            position, faults = load_snapshot(folder, verbs)
+        except BaseException:
+            verbs.leave()
+            raise
         for fault in faults:
-            run.notice("snapshot", f"a snapshot was set aside: {fault}")
-        run.events.write("run_record", record=run.about() | compute.about() | base.engine.about())
+            self._run.notice("snapshot", f"a snapshot was set aside: {fault}")
+        return _Resident(verbs, folder, position)
 
     def run(self) -> None:
-        """Answer operations. StopRequested leaves a snapshot behind; the end of the stream leaves none, since then
+        """Answer operations. StopRequested leaves snapshots behind; the end of the stream leaves none, since then
         nobody is there to whom anything was promised."""
         self._run.phase("serving")
-        self._tell({"ready": True, "position": self._position, "models": list(self._verbs.adapters)})
+        self._tell({"ready": True, "position": self._own.position, "models": list(self._own.verbs.adapters)})
         try:
             while (frame := self._next()) is not None:
                 self._answer(frame)
         except StopRequested:
-            write_snapshot(self._folder, self._verbs, self._position)
+            for one in self._sessions.values():
+                one.snapshot()
             raise
         except (FrameError, ConnectionError) as error:
             print(f"the stream of operations broke off: {error}", file=sys.stderr)
@@ -96,16 +135,26 @@ class _SessionLoop:
 
     def _answer(self, frame: Frame) -> None:
         header = frame.header
-        number = header.get("id")
+        number, session_id = header.get("id"), str(header.get("session", self._order.job_id))
+        if "join" in header:
+            self._tell({"id": number} | self._join(session_id, Path(header["join"])))
+            return
+        one = self._sessions[session_id]
+        if "leave" in header:
+            one.snapshot()
+            one.verbs.leave()
+            del self._sessions[session_id]
+            self._tell({"id": number, "ok": True, "result": {"position": one.position}})
+            return
+        if "snapshot" in header:
+            one.snapshot()
+            self._tell({"id": number, "ok": True, "result": {"position": one.position}})
+            return
         try:
-            if "snapshot" in header:
-                write_snapshot(self._folder, self._verbs, self._position)
-                self._tell({"id": number, "ok": True, "result": {"position": self._position}})
-                return
             operation = OPERATION.validate_python(header.get("op"))
             tensors = read_tensors(frame.body) if frame.body else {}
-            self._verbs.exact = bool(header.get("exact"))
-            result, found = self._verbs.do(operation, tensors, header.get("identity"))
+            one.verbs.exact = bool(header.get("exact"))
+            result, found = one.verbs.do(operation, tensors, header.get("identity"))
             answer = Frame({"id": number, "ok": True, "result": result}, tensors_to_bytes(found) if found else b"")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
@@ -115,8 +164,21 @@ class _SessionLoop:
         except EftError as error:
             answer = Frame({"id": number, "ok": False, "error": error.as_dict()})
         if (position := header.get("position")) is not None:
-            self._position = int(position)
+            one.position = int(position)
         send(self._stream, answer)
+
+    def _join(self, session_id: str, folder: Path) -> dict[str, Any]:
+        """Bring a session onto the base, or say why it cannot be."""
+        try:
+            joined = self._sessions[session_id] = self._seated(folder)
+        except EftError as error:
+            return {"ok": False, "error": error.as_dict()}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            words = "the adapters of the session do not fit beside those of the others"
+            return {"ok": False, "error": BadOperation(words, code="out_of_memory").as_dict()}
+        return {"ok": True, "result": {"position": joined.position, "models": list(joined.verbs.adapters)}}
 
     def _tell(self, header: dict[str, Any]) -> None:
         send(self._stream, Frame(header))

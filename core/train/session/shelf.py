@@ -19,7 +19,8 @@ RESIDENT = 4
 
 
 class Shelf:
-    """The saved adapters in memory, the last used one at the end. Snapshots leave them out."""
+    """The saved adapters in memory, the last used one at the end. All sessions of a base share them. Snapshots leave
+    them out."""
 
     def __init__(self, base: ResidentBase) -> None:
         self._base = base
@@ -34,10 +35,10 @@ class Shelf:
         if known is None:
             while len(self._adapters) >= RESIDENT:
                 oldest = next(iter(self._adapters))
-                self._base.drop(self._adapters.pop(oldest).name)
+                self._base.drop(self._adapters.pop(oldest).key)
             self._loads += 1
             name = f"_saved{self._loads}"  # adapters of operations have no such names
-            known = SessionAdapter.make(self._base, name, method_of(folder), AdamW(), 0)
+            known = SessionAdapter.make(self._base, name, name, method_of(folder), AdamW(), 0)
             try:
                 self._base.read_adapter(name, folder)
             except BaseException:

@@ -44,7 +44,8 @@ def load_snapshot(folder: Path, verbs: SessionVerbs) -> tuple[int, list[str]]:
             continue
         about: dict[str, Any] = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
         for model in about["models"]:
-            verbs.adapters[model] = SessionAdapter.restore(verbs.base, model, path, f"model-{model}")
+            key, stem = verbs.key(model), f"model-{model}"
+            verbs.adapters[model] = SessionAdapter.restore(verbs.base, model, key, path, stem)
         return int(about["position"]), faults
     return 0, faults
 

@@ -56,19 +56,36 @@ class SessionVerbs:
     """The adapters of a session, and what can be done with them. `between` runs before each pass, and may raise."""
 
     def __init__(
-        self, base: ResidentBase, folder: Path, *, pass_tokens: int, slots: int, between: Callable[[], None]
+        self,
+        base: ResidentBase,
+        shelf: Shelf,
+        folder: Path,
+        *,
+        seat: int = 0,
+        pass_tokens: int,
+        slots: int,
+        between: Callable[[], None],
     ) -> None:
-        self.base, self.saved = base, folder / SAVED
+        """`seat`: number of the session among those that share the base."""
+        self.base, self.shelf, self.saved, self._seat = base, shelf, folder / SAVED, seat
         self._most_tokens, self.slots, self.between = pass_tokens, slots, between
         self.exact = False
         """Each example goes through the model alone, and what is generated is told as a forward pass sees it."""
         self.adapters: dict[str, SessionAdapter] = {}
-        self.shelf = Shelf(base)
 
     @property
     def pass_tokens(self) -> int:
         """Tokens that go through the model at once; a longer example goes alone."""
         return 1 if self.exact else self._most_tokens
+
+    def key(self, model: str) -> str:
+        """The name on the base of an adapter of this session. No operation names one so, nor does the shelf."""
+        return f"_{self._seat}_{model}"
+
+    def leave(self) -> None:
+        """Take all adapters of the session off the base."""
+        while self.adapters:
+            self.base.drop(self.adapters.popitem()[1].key)
 
     def do(self, asked: Verbs, tensors: dict[str, Tensor], identity: str | None = None) -> Answer:
         """Compute one operation. BadOperation: nothing has changed. `identity` tells operations apart: one that is
@@ -85,14 +102,15 @@ class SessionVerbs:
         match asked:
             case CreateModel():
                 self._refuse_known(asked.model)
-                made = SessionAdapter.make(self.base, asked.model, asked.method, asked.optimizer, asked.seed)
+                made = SessionAdapter.make(
+                    self.base, asked.model, self.key(asked.model), asked.method, asked.optimizer, asked.seed
+                )
                 self.adapters[asked.model] = made
                 return made.about(), {}
             case LoadModel():
                 return self._load(asked), {}
             case DropModel():
-                self._find(asked.model)
-                self.base.drop(asked.model)
+                self.base.drop(self._find(asked.model).key)
                 del self.adapters[asked.model]
                 return {"model": asked.model}, {}
             case Forward():
@@ -309,7 +327,7 @@ class SessionVerbs:
 
         def write(making: Path) -> None:
             adapter.begin()
-            self.base.write_adapter(asked.model, making)
+            self.base.write_adapter(adapter.key, making)
             adapter.save(making, STATE)
             (making / "about.json").write_text(json.dumps(result | {"identity": identity}), encoding="utf-8")
 
@@ -329,19 +347,21 @@ class SessionVerbs:
                 known.begin()
                 known.load(folder, STATE)
                 return known.about()
-            self.adapters[asked.model] = SessionAdapter.restore(self.base, asked.model, folder, STATE)
+            self.adapters[asked.model] = SessionAdapter.restore(
+                self.base, asked.model, self.key(asked.model), folder, STATE
+            )
             return self.adapters[asked.model].about()
         if known is None:
-            method = method_of(folder)
-            known = SessionAdapter.make(self.base, asked.model, method, asked.optimizer, asked.seed)
+            key = self.key(asked.model)
+            known = SessionAdapter.make(self.base, asked.model, key, method_of(folder), asked.optimizer, asked.seed)
             try:
-                self.base.read_adapter(asked.model, folder)
+                self.base.read_adapter(key, folder)
             except BaseException:
-                self.base.drop(asked.model)
+                self.base.drop(key)
                 raise
             self.adapters[asked.model] = known
         else:
-            self.base.read_adapter(asked.model, folder)
+            self.base.read_adapter(known.key, folder)
         return known.about()
 
     def _examples(self, tensors: dict[str, Tensor]) -> list[SessionExample]:

@@ -7,11 +7,9 @@ where the one before would have, to the bit.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,9 +21,10 @@ from core.db.tables import SessionOperation
 from core.jobs.base.transitions import Token
 from core.jobs.lifecycle.sessions import log as session_log
 from core.jobs.scheduling import runtime_estimates
-from core.spec.run.frames import Frame, FrameError, receive, send
+from core.spec.run.frames import Frame, FrameError
 from core.spec.session.verbs import READ_ONLY
 from worker.attempt.context import PatientDatabase
+from worker.attempt.sessions.line import SessionLine
 
 log = logging.getLogger("eft.worker")
 
@@ -49,11 +48,17 @@ class SessionBridge:
         token: Token,
         folder: Path,
         bells_folder: Path,
-        stream: socket.socket,
+        line: SessionLine,
         lose: Callable[[], None],
+        *,
+        alone: Callable[[], bool],
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._database, self._token, self._folder, self._stream = database, token, folder, stream
+        """`alone`: whether nobody shares the child, so that it may leave with this session. `ready` is called once the
+        child answers."""
+        self._database, self._token, self._folder, self._line = database, token, folder, line
         self._idle_seconds, self._exact, self._lose = math.inf, False, lose
+        self._alone, self._ready = alone, ready
         self._position = 0
         self._worked = 0.0
         self._unsaved = 0
@@ -65,28 +70,41 @@ class SessionBridge:
         self._woken = self._rung = False
         """By a ring, the last time; and whether operations come with one, so that few looks are enough."""
         self._thread = threading.Thread(target=self._run, name=f"eft-session-{token.job_id[-6:]}", daemon=True)
+        self._joined: int | None = None
 
-    def start(self) -> None:
+    def start(self, position: int | None = None) -> None:
+        """`position`: of a session that has joined a child; None: the child is this session's own."""
+        self._joined = position
         self._thread.start()
 
-    def close(self) -> None:
-        """End it; the child has ended, or is about to be."""
+    def end(self, seconds: float | None = None) -> None:
+        """Pass nothing on any more; returns once the operation that is computed has been answered, or the child is
+        gone, or after so many seconds."""
         self._ended.set()
         bells.ring(self._bells, self._name, "")
-        with contextlib.suppress(OSError):  # the other end is gone already
-            self._stream.shutdown(socket.SHUT_RDWR)
-        self._thread.join(30.0)
-        self._stream.close()
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
         if self._bell is not None:
             self._bell.close()
 
+    def close(self) -> None:
+        """End it and its line; the child has ended, or is about to be."""
+        self._ended.set()
+        self._line.shut()
+        self.end(30.0)
+        self._line.close()
+
     def _run(self) -> None:
         try:
-            hello = receive(self._stream)
-            if hello is None:
-                return  # the child has ended before it was ready: its exit status says why
-            self._position = self._snapshot = int(hello.header["position"])
-            self._database.write(lambda session: runtime_estimates.began(session, self._token))
+            position = self._joined
+            if position is None:
+                hello = self._line.hello()
+                if hello is None:
+                    return  # the child has ended before it was ready: its exit status says why
+                position = int(hello.header["position"])
+                self._database.write(lambda session: runtime_estimates.began(session, self._token))
+                self._ready()
+            self._position = self._snapshot = position
             spec = self._database.read(lambda session: session_log.spec_of(session, self._token.job_id))
             if spec is None:
                 return
@@ -114,7 +132,7 @@ class SessionBridge:
                 self._rung = self._woken
                 continue
             quiet = time.monotonic() - quiet_since
-            if quiet > self._idle_seconds and self._unsaved == 0 and self._park():
+            if quiet > self._idle_seconds and self._unsaved == 0 and self._alone() and self._park():
                 return
             if quiet > min(self._idle_seconds, QUICK_SECONDS) and self._unsaved:
                 self._take_snapshot()
@@ -136,11 +154,8 @@ class SessionBridge:
         tensors = session_log.tensors_path(self._folder, row.position).read_bytes() if row.tensor_bytes else b""
         began = time.monotonic()
         header = {"id": row.position, "position": row.position, "identity": f"{row.sha256}-{row.position}"}
-        header["exact"] = self._exact
-        send(self._stream, Frame(header | {"op": row.operation}, tensors))
-        answer = receive(self._stream)
-        if answer is None:
-            raise FrameError("the child closed the stream before it had answered")
+        header |= {"session": self._token.job_id, "exact": self._exact, "op": row.operation}
+        answer = self._line.ask(Frame(header, tensors))
         self._worked += time.monotonic() - began
         self._position = row.position
         self._unsaved += not reading
@@ -183,10 +198,9 @@ class SessionBridge:
             )
 
     def _take_snapshot(self) -> None:
-        send(self._stream, Frame({"id": 0, "snapshot": True}))
-        answer = receive(self._stream)
-        if answer is None or not answer.header["ok"]:
-            raise FrameError(f"no snapshot was taken: {None if answer is None else answer.header.get('error')}")
+        answer = self._line.ask(Frame({"id": 0, "session": self._token.job_id, "snapshot": True}))
+        if not answer.header["ok"]:
+            raise FrameError(f"no snapshot was taken: {answer.header.get('error')}")
         position, older = int(answer.header["result"]["position"]), self._snapshot
         self._database.write(lambda session: session_log.snapshotted(session, self._token, position, older))
         self._snapshot, self._worked, self._unsaved = position, 0.0, 0
