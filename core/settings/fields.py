@@ -136,8 +136,8 @@ class SettingFields(BaseSettings):
     """Sessions that a user may have open at once, parked ones too, unless a quota sets another number (`eft quota set`,
     docs/sessions.md). 0: no limit."""
     session_guests: int = Field(default=7, ge=0, le=63)
-    """Sessions that may join the process of another one of the same project and base model, which has a slot while they
-    wait for theirs. 0: none."""
+    """Sessions that may join the process of another one of the same project and base model while no slot is free
+    (docs/sessions.md). 0: none."""
     unused_session_hours: Span = 168.0
     """Hours without an operation after which a parked session is closed; what it has saved stays. 0: never."""
     session_result_hours: Span = 24.0

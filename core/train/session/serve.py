@@ -67,7 +67,7 @@ class _Resident:
     verbs: SessionVerbs
     folder: Path
     position: int = 0
-    """Of the operation that was computed last."""
+    """Position of the operation that was computed last."""
 
     def snapshot(self) -> None:
         write_snapshot(self.folder, self.verbs, self.position)
