@@ -125,8 +125,6 @@ def test_sessions_of_one_base_share_a_process_and_its_end(service: Service, mode
     shared(*sessions.values())
     hosts = [name for name in names if children(service, sessions[name].id)]
     (guest, other) = [name for name in names if name not in hosts]
-    reason = sessions[guest].status()["reason"]
-    assert reason.startswith(f"joins {sessions[hosts[0]].id}") or reason.startswith("runs on"), reason
     work(1, names)
     (child,) = children(service, sessions[hosts[0]].id)
     os.kill(child, signal.SIGKILL)

@@ -36,6 +36,8 @@ class GuestAttempt:
         self.token: Token = claim.token
         self.began = time.monotonic()
         self.lost = threading.Event()
+        self._inside = True
+        """The child may have it."""
         self.over = threading.Event()
         """Its end is written, or cannot be."""
         self._database = PatientDatabase(site.database, self._gives_up)
@@ -48,6 +50,7 @@ class GuestAttempt:
         """Raises where the end cannot be written; the child does not know the session any more then, or is gone."""
         try:
             outcome, code = self._attend()
+            self._inside = False
             settings = self.site.settings
             policy = RetryPolicy(settings.max_machine_failures, settings.retry_backoff_seconds)
             end = self._database.write(lambda session: finish(session, self.token, Kind.SESSION, outcome, code, policy))
@@ -56,9 +59,9 @@ class GuestAttempt:
             self.over.set()
 
     def lose(self) -> None:
-        """Nothing of it may run any more."""
+        """Nothing of it may run any more. A lease is gone too once the end was written."""
         self.lost.set()
-        if not self.shared.ended.is_set():
+        if self._inside and not self.shared.ended.is_set():
             self.shared.child.kill()
 
     def hurry(self) -> None:
