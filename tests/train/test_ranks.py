@@ -91,8 +91,8 @@ RESUMED: dict[str, Any] = {
 }
 ASKED = ("1:2", "0:4", "1:5")
 """Which rank is asked to leave, and at which place in training: the other one is not."""
-ROLLOUTS_ASKED = ("1:0", "1:6")
-"""Within a step over a rollout, and while answers are made."""
+ROLLOUTS_ASKED = {"grpo": ("1:0", "1:6"), "rloo": ("1:5",), "ppo": ("1:8",)}
+"""Within a step over a rollout, and while answers are made: grpo in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class Ran:
     """Of two ranks and of one: left when the first window's gradients are there."""
     calm: Path
     attempts: list[Path]
-    rollouts: list[Path]
-    """Attempts at what `two` has of `grpo`."""
+    rollouts: dict[str, list[Path]]
+    """Attempts at what `two` has of each of ROLLOUTS."""
     trials: tuple[Path, Path]
     """Of the rewards of `grpo`, by two ranks and by one."""
     codes: list[list[int]]
@@ -152,10 +152,12 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     for name in ("step-00000088", "step-00000099"):  # both ranks would find them, and one puts them aside
         (attempts[1] / "checkpoints" / name).mkdir(parents=True)
     asked = [f"{folder}@{who}" for folder, who in zip(attempts, ASKED, strict=False)]
-    rollouts: list[Path] = []
-    for number in range(len(ROLLOUTS_ASKED) + 1):
-        rollouts.append(order(f"rollouts-{number}", 2, 2, resume_from=rollouts[::-1], **CASES["grpo"]))
-    left = [f"{folder}@{who}" for folder, who in zip(rollouts, ROLLOUTS_ASKED, strict=False)]
+    rollouts: dict[str, list[Path]] = {name: [] for name in ROLLOUTS}
+    left: list[str] = []
+    for name, mine in rollouts.items():
+        for number in range(len(ROLLOUTS_ASKED[name]) + 1):
+            mine.append(order(f"{name}-{number}", 2, 2, resume_from=mine[::-1], **CASES[name]))
+        left += [*map("{}@{}".format, mine, ROLLOUTS_ASKED[name]), str(mine[-1])]
     trials = order("two-trials", 2, 2, **CASES["grpo"]), order("one-trial", 1, 4, **CASES["grpo"])
     for folder in trials:
         order_of = RunOrder.model_validate_json((folder / ORDER_FILE).read_bytes())
@@ -167,7 +169,7 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *("--max-restarts", "0", "-m", "tests.support.gang"),
             *(str(folder) for folder in [*two.values(), f"{gradients[0]}@0:1", calm, *asked, attempts[-1]]),
-            *(str(folder) for folder in [*left, rollouts[-1], trials[0]]),
+            *(str(folder) for folder in [*left, trials[0]]),
         ],
         cwd=ROOT,
         env=os.environ | ENVIRONMENT,
@@ -186,7 +188,9 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 def test_both_ranks_end_alike(ran: Ran) -> None:
     expected = [EXIT_OK] * len(CASES) + [EXIT_CHECKPOINTED, EXIT_OK] + [EXIT_CHECKPOINTED] * len(ASKED) + [EXIT_OK]
-    expected += [EXIT_CHECKPOINTED] * len(ROLLOUTS_ASKED) + [EXIT_OK] * 2
+    for asked in ROLLOUTS_ASKED.values():
+        expected += [EXIT_CHECKPOINTED] * len(asked) + [EXIT_OK]
+    expected += [EXIT_OK]
     assert ran.codes == [expected, expected], events(ran.two["lora"])[-1]
 
 
@@ -283,12 +287,16 @@ def test_two_ranks_answer_what_one_does(ran: Ran, stage: str) -> None:
     assert held[0] == [pytest.approx(values) for values in held[1]]
 
 
-def test_rollouts_of_two_ranks_resume_to_the_bit(ran: Ran) -> None:
-    left = [events(attempt, "checkpoint")[-1] for attempt in ran.rollouts[:-1]]
-    assert [(one["step"] > 0, one["micro_step"] > 0) for one in left] == [(False, True), (True, False)]
-    assert [event["step"] for attempt in ran.rollouts[1:] for event in events(attempt, "resumed")]
-    assert weights(ran.rollouts[-1]) == weights(ran.two["grpo"])
-    merged = [(folder / "artifacts" / "rollouts.jsonl").read_text() for folder in (ran.rollouts[-1], ran.two["grpo"])]
+@pytest.mark.parametrize("stage", ROLLOUTS)
+def test_rollouts_of_two_ranks_resume_to_the_bit(ran: Ran, stage: str) -> None:
+    attempts, calm = ran.rollouts[stage], ran.two[stage]
+    left = [events(attempt, "checkpoint")[-1] for attempt in attempts[:-1]]
+    if stage == "grpo":
+        assert [(one["step"] > 0, one["micro_step"] > 0) for one in left] == [(False, True), (True, False)]
+    assert all(one["step"] + one["micro_step"] > 0 for one in left) and left[-1]["step"] < 5
+    assert [event["step"] for attempt in attempts[1:] for event in events(attempt, "resumed")]
+    assert weights(attempts[-1]) == weights(calm)
+    merged = [(folder / "artifacts" / "rollouts.jsonl").read_text() for folder in (attempts[-1], calm)]
     assert merged[0] == merged[1]
 
 

@@ -15,6 +15,7 @@ from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.spec.run.folder import ROLLOUTS
+from core.train.attention.exact import PRODUCTS, Products
 from core.train.base.stop import Stop
 from core.train.data.order import build_order
 from core.train.engine import Engine
@@ -229,6 +230,31 @@ def test_an_exact_sampler_has_the_bits_of_training(tiny_dir: Path, rows: Path, t
     assert figures(often) == told and weights(often) == weights(alone)
     record = events(alone, "run_record")[0]["record"]
     assert record["packing"]["prompts"]["computed"] == "for each answer"
+
+
+def test_what_an_adapter_adds_does_not_depend_on_the_rows_beside_it() -> None:
+    draw = torch.Generator().manual_seed(3)
+    base, inner, b = (torch.randn(shape, generator=draw) for shape in ((70, 64), (70, 4), (64, 4)))
+
+    def added(rows: list[int]) -> torch.Tensor:
+        with Products():  # type: ignore[no-untyped-call]
+            return base[rows].addmm_(inner[rows], b.t(), alpha=1.7)
+
+    whole = added(list(range(70)))
+    assert torch.allclose(whole, base + 1.7 * inner @ b.t(), atol=1e-5)
+    for rows in ([0], [33], [69], [5, 40], list(range(32)), list(range(6, 70))):
+        assert torch.equal(added(rows), whole[rows])
+
+
+def test_an_exact_sampler_is_tried_with_adapters_that_change_something(
+    tiny_dir: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They start at 0, which would hide a product whose rounding depends on its rows."""
+    product = torch.ops.aten.addmm_.default
+    monkeypatch.delitem(PRODUCTS, product)
+    stage, training = {"sampler": "exact"}, {"max_length": 96}
+    error = refusal(tmp_path / "refused", tiny_dir, rows, stage=stage, training=training)
+    assert error["code"] == "sampler_not_exact" and "differ by up to" in error["message"]
 
 
 TWICE = {"num_iterations": 2, "beta": 0.1, "loss": "grpo", "epsilon": 1e-3}

@@ -36,12 +36,26 @@ QUERIES = 32
 """Queries of a call of attention."""
 
 _aten: Any = torch.ops.aten
-PRODUCTS = {_aten.mm.default: 0, _aten.mm.out: 0, _aten.addmm.default: 1, _aten.mm.dtype: 0, _aten.mm.dtype_out: 0}
+PRODUCTS = {
+    _aten.mm.default: 0,
+    _aten.mm.out: 0,
+    _aten.mm.dtype: 0,
+    _aten.mm.dtype_out: 0,
+    _aten.addmm.default: 1,
+    _aten.addmm_.default: 1,
+}
 """Operators that are cut into parts, and the place of the operand whose rows are."""
+PLAIN = {
+    _aten.mm.out: _aten.mm.default,
+    _aten.mm.dtype_out: _aten.mm.dtype,
+    _aten.addmm_.default: _aten.addmm.default,
+}
+"""The operators that make the parts of those that write into a tensor."""
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, matrix products are made of ROWS rows at a time."""
+    """Within, matrix products are made of ROWS rows at a time, and so are the sums of products and what was there: an
+    adapter adds its own in place."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -51,17 +65,23 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place is None or args[place].shape[0] == ROWS:
             return func(*args, **kwargs)
         left: Tensor = args[place]
-        into: Tensor | None = kwargs.get("out")
+        into: Tensor | None = args[0] if func is _aten.addmm_.default else kwargs.get("out")
         more = {name: value for name, value in kwargs.items() if name != "out"}
-        if place == 1 and args[0].dim() == 2 and args[0].shape[0] != 1:
-            return func(*args, **kwargs)  # a sum of two products' results, which no layer computes
-        plain = {_aten.mm.out: _aten.mm.default, _aten.mm.dtype_out: _aten.mm.dtype}.get(func, func)
-        padded = functional.pad(left, (0, 0, 0, -left.shape[0] % ROWS))
+        added: Sequence[Tensor] | None = [args[0]] * -(-len(left) // ROWS) if place else None
+        if added and args[0].dim() == 2 and args[0].shape[0] == len(left):
+            added = _parts(args[0])
+        plain = PLAIN.get(func, func)
         parts = [
-            plain(*args[:place], part, *args[place + 1 :], **more) for part in torch.split(padded.contiguous(), ROWS)
+            plain(*([] if added is None else [added[number]]), part, *args[place + 1 :], **more)
+            for number, part in enumerate(_parts(left))
         ]
-        found = parts[0][: left.shape[0]] if len(parts) == 1 else torch.cat(parts)[: left.shape[0]]
+        found = parts[0][: len(left)] if len(parts) == 1 else torch.cat(parts)[: len(left)]
         return found.contiguous() if into is None else into.copy_(found)
+
+
+def _parts(rows: Tensor) -> Sequence[Tensor]:
+    """ROWS rows at a time, the last ones above zeros."""
+    return torch.split(functional.pad(rows, (0, 0, 0, -len(rows) % ROWS)).contiguous(), ROWS)
 
 
 class Exact:
