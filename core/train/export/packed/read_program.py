@@ -1,7 +1,7 @@
 """A program over the `compressed` or the `torchao` tools: logits of a folder with quantised weights, as that library
 and transformers read it.
 
-    read_program.py FOLDER ROWS LOGITS
+    read_program.py FOLDER ROWS LOGITS [FOLDER ROWS LOGITS …]
 
 ROWS is a JSON file of lists of ids, LOGITS a NumPy file of the logits of all rows, one row below the other. Weights are
 dequantised by the library, inputs of layers rounded where the folder says so; what flows between the layers is float32.
@@ -21,7 +21,12 @@ from transformers import AutoModelForCausalLM
 
 
 def main() -> None:
-    folder, asked, logits = map(Path, sys.argv[1:])
+    paths = [Path(word) for word in sys.argv[1:]]
+    for folder, asked, logits in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
+        _read(folder, asked, logits)
+
+
+def _read(folder: Path, asked: Path, logits: Path) -> None:
     rows: list[list[int]] = json.loads(asked.read_text(encoding="utf-8"))
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
