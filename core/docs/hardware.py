@@ -5,6 +5,7 @@ from __future__ import annotations
 from core.docs import selftest
 from core.hardware.tables import determinism, wheels
 from core.hardware.tables.arch import ROWS, ArchRow, Attention
+from core.hardware.tables.attention import CUDNN, LIBRARIES
 from core.hardware.tables.faults import FAULTS, NO_LIMITS, READ, KnownFault, Limits
 from core.hardware.tables.wheels import BUILDS, Build
 
@@ -17,7 +18,7 @@ ATTENTION: dict[Attention, str] = {
 
 
 def render() -> str:
-    parts = (_head, _arches, _found, selftest.section, _builds, _faults, _determinism, _recording)
+    parts = (_head, _arches, _libraries, _found, selftest.section, _builds, _faults, _determinism, _recording)
     return "\n".join(line for part in parts for line in part())
 
 
@@ -53,6 +54,36 @@ def _arches() -> list[str]:
         *(_arch(row) for row in ROWS),
         "",
     ]
+
+
+def _libraries() -> list[str]:
+    return [
+        "## Attention libraries",
+        "",
+        "A library that is installed beside torch on the node computes attention of packed rows (`batching: packed`)",
+        "in 16 bits, if its part of the self-test (`library.NAME`) passed on this card. The uppermost that passed is",
+        "taken, and PyTorch's own kernels if none did. A run compares it once more, at the head width of its model,",
+        "and its record names it (`packing.attention`). A library that is installed and fails is reported. eft",
+        "installs none of them. No row has been run on a card yet.",
+        "",
+        "| library | module | architectures | to install | source |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {row.title} (`{row.name}`) | `{row.module}` | {', '.join(f'`{arch}`' for arch in row.arches)} "
+            f"| {row.install} | <{row.source}> |"
+            for row in LIBRARIES
+        ),
+        "",
+        f"cuDNN's attention is part of PyTorch on {', '.join(f'`{arch}`' for arch in sorted(CUDNN, key=_number))}. Its",
+        "backward pass has no fixed order of sums, so that a resumed run may differ in the last bits. Only",
+        "`training.attention: cudnn` takes it, and only where `library.cudnn` passed. Otherwise a notice says what is",
+        "used.",
+        "",
+    ]
+
+
+def _number(arch: str) -> int:
+    return int(arch.partition("_")[2])
 
 
 def _found() -> list[str]:

@@ -15,6 +15,12 @@ PARTS = (
     ),
     ("packed.segments, varlen", "concatenated rows, as in `batching: packed`", "`varlen` is not used"),
     (
+        "library.flash_attn_3, .flash_attn, .aiter",
+        "concatenated rows by an attention library, where the architecture has a row and the node the library",
+        "it is not used",
+    ),
+    ("library.cudnn", "cuDNN's attention (NVIDIA)", "`attention: cudnn` takes what `auto` does"),
+    (
         "dequantize.triton, .native, .portable",
         "NF4 and int8, bitwise",
         "the backend does not dequantise; without the portable one, no job over packed weights starts",

@@ -7,7 +7,9 @@ import re
 from importlib.metadata import distributions
 from pathlib import Path
 
-LIBRARIES = re.compile(r"^(triton|triton-rocm|pytorch-triton(-rocm)?|torchao|amd-torch.*|rocm.*|nvidia-.*|cuda-.*)$")
+LIBRARIES = re.compile(
+    r"^(triton|triton-rocm|pytorch-triton(-rocm)?|torchao|flash-attn.*|aiter|amd-aiter|amd-torch.*|rocm.*|nvidia-.*|cuda-.*)$"
+)
 """Packages beside torch whose version a result may depend on. ROCm comes as wheels of its own (`rocm-sdk-core`,
 `rocm-sdk-libraries-gfx110x-all`, `amd-torch-device-gfx1100` …), CUDA as `nvidia-cublas` and its like: both are renewed
 without torch."""

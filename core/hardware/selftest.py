@@ -88,6 +88,8 @@ class Choice:
     veto: Mapping[str, str] = field(default_factory=dict)
     """What is not to be used, with the reason: kernel backends as `triton:dequantize` or `native:loss`; `varlen`, the
     attention kernel of that name; `chunked`, the loss that never makes whole logits."""
+    libraries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Per precision the attention libraries that passed, and `cudnn`: only these are used."""
     packed_weights: tuple[str, ...] = DTYPES
     """Precisions in which a run over packed weights may compute: without any backend but the portable one."""
     fp8: str | None = None
@@ -139,6 +141,7 @@ def choose(verdict: Verdict | None) -> Choice:
     return Choice(
         precisions=precisions,
         attention=attention,
+        libraries=_libraries(verdict),
         veto=veto,
         packed_weights=packed_weights,
         fp8=_against_fp8(verdict),
@@ -147,6 +150,16 @@ def choose(verdict: Verdict | None) -> Choice:
         refused=refused,
         told=tuple(dict.fromkeys(told)),
     )
+
+
+def _libraries(verdict: Verdict) -> dict[str, tuple[str, ...]]:
+    """See `Choice.libraries`; parts are named `library.NAME.DTYPE`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, part in verdict.parts.items():
+        what, *rest = name.split(".")
+        if what == "library" and part.status == "passed":
+            found[rest[1]] = (*found.get(rest[1], ()), rest[0])
+    return found
 
 
 def _computes(verdict: Verdict, dtype: Dtype) -> bool:

@@ -66,7 +66,7 @@ class Device:
                 return "eager"
             case "math":
                 return "math"
-            case "auto" | "flash" | "efficient":
+            case "auto" | "flash" | "cudnn" | "efficient":
                 row = lookup(self.arch)
                 best = "math" if row is None else row.attention
                 return "math" if best == "math" else "flash"

@@ -8,6 +8,7 @@ from core.hardware.discover import Box, Gpu, discover
 from core.hardware.recording import Recording, RecordingError, parse, render
 from core.hardware.tables import faults
 from core.hardware.tables.arch import precision
+from core.hardware.tables.attention import CUDNN, libraries_for
 from tests.support.hardware import MACHINES, as_nobody, environment, lay_out, readable_folder, recording
 
 NAMES = sorted(path.stem for path in MACHINES.glob("*.txt"))
@@ -33,6 +34,23 @@ def test_there_are_enough_of_them() -> None:
     arches = {row.split()[1] for name in NAMES for row in recording(name).expect["gpus"]}
     assert {"gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1151", "gfx1201"} <= arches
     assert {"sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"} <= arches
+
+
+LIBRARIES = {
+    "gfx90a": ["flash_attn"], "gfx942": ["aiter", "flash_attn"], "gfx950": ["aiter", "flash_attn"],
+    "sm_80": ["flash_attn"], "sm_86": ["flash_attn"], "sm_89": ["flash_attn"], "sm_90": ["flash_attn_3", "flash_attn"],
+}  # fmt: skip
+"""Attention libraries that are tried on each architecture of the recorded machines, best first; others: none."""
+
+
+def test_attention_libraries_that_the_cards_of_each_machine_are_tried_with() -> None:
+    arches = {row.split()[1] for name in NAMES for row in recording(name).expect["gpus"]}
+    assert arches > LIBRARIES.keys()
+    assert {arch: [row.name for row in libraries_for(arch)] for arch in arches} == {
+        arch: LIBRARIES.get(arch, []) for arch in arches
+    }
+    nvidia = {arch for arch in arches if arch.startswith("sm_")}
+    assert arches & CUDNN == nvidia - {"sm_70", "sm_75"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -35,10 +35,11 @@ class Training(SpecModel):
     skipped and halves it. `fp8`: like bf16, but dense linear layers multiply in 8-bit floats, if the GPU supports them
     and its node has torchao (`pip install torchao`); emulated on a CPU. The job's events and run record report a
     fallback and the results of the self-test."""
-    attention: Literal["auto", "flash", "efficient", "math", "eager"] = "auto"
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math", "eager"] = "auto"
     """PyTorch's attention kernel. `auto` uses the fastest that passed the GPU's self-test. `flash` and `efficient` are
-    preferred, with `math` for inputs that they do not support (flash: a padding mask). `eager` is transformers' own
-    implementation."""
+    preferred, with `math` for inputs that they do not support (flash: a padding mask). `cudnn` adds cuDNN's kernels on
+    NVIDIA GPUs; two runs with them may differ in the last bits. `eager` is transformers' own implementation. With
+    `auto` and `flash`, packed rows are computed by an attention library of the node, if its self-test passed."""
     tf32: bool = False
     """Compute fp32 products with 10 bits of mantissa if the hardware supports it (NVIDIA from Ampere on, gfx942):
     several times faster, with the accuracy of fp16 products."""

@@ -16,9 +16,10 @@ from torch import nn
 from core.errors import SpecError
 from core.hardware.selftest import ATTENTION, Choice, Dtype
 from core.hardware.tables.arch import lookup
+from core.hardware.tables.attention import libraries_for
 from core.train.attention import packed
 
-Wanted = Literal["auto", "flash", "efficient", "math", "eager"]
+Wanted = Literal["auto", "flash", "cudnn", "efficient", "math", "eager"]
 KERNELS = ("flash", "efficient", "math")
 
 
@@ -30,7 +31,10 @@ class Attention:
     """Among torch's kernels; empty with `eager`."""
     eager: bool
     cudnn: bool
-    """Whether torch may pick cuDNN's kernels, which no self-test tries."""
+    """Whether torch may pick cuDNN's kernels: where they were asked for and passed, or nothing was tested."""
+    libraries: tuple[str, ...]
+    """Libraries for packed rows that passed the self-test, best first."""
+    asked_cudnn: bool
     varlen_veto: str | None
     """Why packed rows do not take the variable-length kernel, where that is known before it is tried."""
     notice: str | None
@@ -44,7 +48,7 @@ class Attention:
         cuda.enable_mem_efficient_sdp(anything or "efficient" in self.allowed)
         cuda.enable_math_sdp(anything or "math" in self.allowed)
         cuda.enable_cudnn_sdp(self.cudnn)
-        packed.Varlen.veto = self.varlen_veto
+        packed.Varlen.veto, packed.Varlen.libraries, packed.Varlen.by = self.varlen_veto, self.libraries, None
 
     def fit(self, model: nn.Module) -> None:
         """Give the model its own plain attention, where that is chosen. SpecError when it has no such form."""
@@ -60,7 +64,8 @@ class Attention:
 
     def as_dict(self) -> dict[str, Any]:
         """For the run record."""
-        return {"kernels": ["eager"] if self.eager else list(self.allowed)}
+        kernels = ["eager"] if self.eager else [*(["cudnn"] if self.asked_cudnn else []), *self.allowed]
+        return {"kernels": kernels} | ({"libraries": list(self.libraries)} if self.libraries else {})
 
 
 def choose_attention(wanted: Wanted, arch: str, precision: Dtype, choice: Choice) -> Attention:
@@ -68,6 +73,8 @@ def choose_attention(wanted: Wanted, arch: str, precision: Dtype, choice: Choice
     tested = choice.attention.get(precision)
     passed: Sequence[str] = ATTENTION if tested is None else tested
     kernels = tuple(kernel for kernel in KERNELS if kernel in passed)
+    here = choice.libraries.get(precision, ())
+    asked_cudnn = wanted == "cudnn" and "cudnn" in here
     veto = choice.veto.get("varlen")
     if tested is not None and veto is None and "flash" not in passed:
         veto = "flash attention is not to be had on this device"
@@ -80,6 +87,10 @@ def choose_attention(wanted: Wanted, arch: str, precision: Dtype, choice: Choice
             allowed, eager = (), "eager" in passed
             if not eager:
                 raise _nothing(precision)
+        case "cudnn":
+            allowed, eager = kernels, not kernels
+            if not asked_cudnn:
+                notice = f"no self-test of this device has passed cuDNN's attention in {precision}"
         case "math" | "flash" | "efficient":
             last = tuple(kernel for kernel in ("math", "efficient") if kernel in passed)[:1]
             allowed = (wanted, *last) if wanted in passed and wanted != "math" else last
@@ -97,10 +108,16 @@ def choose_attention(wanted: Wanted, arch: str, precision: Dtype, choice: Choice
     return Attention(
         allowed=() if eager else tuple(kernel for kernel in KERNELS if kernel in allowed),
         eager=eager,
-        cudnn=tested is None and wanted == "auto",
+        cudnn=asked_cudnn or (tested is None and wanted == "auto"),
+        asked_cudnn=asked_cudnn,
+        libraries=_library_names(arch, here) if wanted in ("auto", "flash") else (),
         varlen_veto=veto,
         notice=notice,
     )
+
+
+def _library_names(arch: str, passed: Sequence[str]) -> tuple[str, ...]:
+    return tuple(row.name for row in libraries_for(arch, passed))
 
 
 def _nothing(precision: Dtype) -> SpecError:

@@ -5,7 +5,8 @@ that mask, and of the products under it, is outside the rows. Here no mask is ma
 implementation `eft_packed` (transformers' AttentionInterface), which hands whatever is not packed to SDPA as it is, and
 for a packed line calls
 
-- on a GPU in 16 bits, PyTorch's variable-length flash attention, once for all rows (Dao 2023, arXiv:2307.08691);
+- on a GPU in 16 bits, variable-length flash attention (Dao 2023, arXiv:2307.08691), once for all rows: a library's
+  that the card's self-test passed, or PyTorch's;
 - else SDPA once a row, with `is_causal`.
 
 Where a row is longer than a layer's window or chunk, or a model adds rules of its own to the mask, the mask is made.
@@ -41,11 +42,14 @@ _windows: ContextVar[set[int] | None] = ContextVar("windows", default=None)
 
 
 class Varlen:
-    """Whether variable-length flash attention is used in this process; `core.train.attention.probe` tries it."""
+    """Which variable-length flash attention is used in this process; `core.train.attention.probe` tries them."""
 
-    works = False
+    by: str | None = None
+    """PyTorch's (`flash_varlen`) or a library; None: none."""
+    libraries: tuple[str, ...] = ()
+    """Those that passed the device's self-test, best first: to be tried."""
     veto: str | None = None
-    """Why it is not even tried: the device's self-test."""
+    """Why PyTorch's is not even tried: the device's self-test."""
 
 
 @contextmanager
@@ -125,9 +129,9 @@ def attend(
     key, value = with_kept(key, value)
     if key_places is not None:
         key, value = key.index_select(2, key_places), value.index_select(2, key_places)
-    if Varlen.works and query.is_cuda and not dropout and query.dtype in (torch.bfloat16, torch.float16):
+    if Varlen.by is not None and query.is_cuda and not dropout and query.dtype in (torch.bfloat16, torch.float16):
         assert cu_seq_lens_q is not None and cu_seq_lens_k is not None
         assert max_length_q is not None and max_length_k is not None
         lengths = ((cu_seq_lens_q, max_length_q), (cu_seq_lens_k, max_length_k))
-        return varlen(query, key, value, *lengths, scaling), None
+        return varlen(query, key, value, *lengths, scaling, Varlen.by), None
     return apart(query, key, value, segments, scaling, dropout, key_segments), None

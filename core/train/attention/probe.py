@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from core.errors import SpecError
 from core.train.attention import packed
-from core.train.attention.segments import apart, varlen
+from core.train.attention.segments import TORCH, apart, varlen
 from core.train.data.dataset import TokenDataset
 from core.train.engine import Engine
 from core.train.logits import all_logits
 
+SEGMENTS = "segments"
+"""SDPA once a row."""
 ROWS = (9, 14, 5)
 PROMPTS = (6, 4)
 PAIRS = ((9, 14), (12, 5))
@@ -38,13 +40,14 @@ def prepare_packing(engine: Engine) -> dict[str, Any]:
     tried: dict[str, str] = {}
     if before == "sdpa" and base._can_set_attn_implementation():
         packed.register()
-        packed.Varlen.works, why = _varlen_works(engine.device)
+        kernels, why = _varlen_kernels(engine.device, _head_width(base))
         base.set_attn_implementation(packed.NAME)
-        for kernel in ("flash_varlen", "segments") if packed.Varlen.works else ("segments",):
-            packed.Varlen.works = kernel == "flash_varlen"
+        for kernel in (*kernels, None):
+            packed.Varlen.by = kernel
             if (gap := _gap(engine)) is None:
-                return {"attention": kernel} | ({"not": tried} if tried else {}) | ({"notice": why} if why else {})
-            tried[kernel] = gap
+                found = {"attention": kernel or SEGMENTS} | ({"not": tried} if tried else {})
+                return found | ({"notice": why} if why else {})
+            tried[kernel or SEGMENTS] = gap
         base.set_attn_implementation(before)
     if (gap := _gap(engine)) is None:
         return {"attention": f"{before} with a mask", "not": tried}
@@ -65,8 +68,8 @@ def share_prompts(engine: Engine, longest: int) -> str | None:
         gap = _gap(engine, pairs=True)
     if gap is None and windows and longest > min(windows):
         gap = f"a layer looks back {min(windows)} tokens, and the longest sequence has {longest}"
-    if gap is None and packed.Varlen.works:
-        gap = _shared_varlen_gap(engine.device)
+    if gap is None and packed.Varlen.by is not None:
+        gap = _shared_varlen_gap(engine.device, packed.Varlen.by, _head_width(base))
     return gap
 
 
@@ -122,17 +125,31 @@ def _pairs(model: nn.Module) -> TokenDataset:
     return found
 
 
-def _varlen_works(device: torch.device) -> tuple[bool, str | None]:
-    """Whether PyTorch's variable-length flash attention runs there and is right; why not, on a GPU."""
+def _head_width(base: Any) -> int:
+    """Numbers of a head of attention, on which kernels have limits; 64 where the config does not say."""
+    config = base.config.get_text_config()
+    width = getattr(config, "head_dim", None)
+    if isinstance(width, int):
+        return width
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 64
+
+
+def _varlen_kernels(device: torch.device, width: int) -> tuple[list[str], str | None]:
+    """The variable-length kernels that run there and are right, best first, and why others are not used, on a GPU."""
     if device.type != "cuda":
-        return False, None
-    if packed.Varlen.veto is not None:
-        return False, packed.Varlen.veto
-    gap = _varlen_gap(device, ROWS, ROWS)
-    return gap is None, gap
+        return [], None
+    found, reasons = [], []
+    for kernel in (*packed.Varlen.libraries, TORCH):
+        gap = packed.Varlen.veto if kernel == TORCH else None
+        if gap is None and (gap := _varlen_gap(device, ROWS, ROWS, kernel, width)) is None:
+            found.append(kernel)
+        elif gap is not None:
+            reasons.append(gap)
+    return found, "; ".join(reasons) or None
 
 
-def _shared_varlen_gap(device: torch.device) -> str | None:
+def _shared_varlen_gap(device: torch.device, kernel: str, width: int) -> str | None:
     """None when that kernel is right for rows with more keys than queries, too."""
     keys = [tokens for pair in PAIRS for tokens in pair]
     queries = [
@@ -140,15 +157,18 @@ def _shared_varlen_gap(device: torch.device) -> str | None:
         for prompt, pair in zip(PROMPTS, PAIRS, strict=True)
         for place, tokens in enumerate(pair)
     ]
-    return _varlen_gap(device, queries, keys)
+    return _varlen_gap(device, queries, keys, kernel, width)
 
 
-def _varlen_gap(device: torch.device, queries: Sequence[int], keys: Sequence[int]) -> str | None:
-    """None when variable-length flash attention over rows of so many queries and keys gives what SDPA gives for each of
-    them, forward and backward; else in which way not."""
+def _varlen_gap(
+    device: torch.device, queries: Sequence[int], keys: Sequence[int], kernel: str, width: int
+) -> str | None:
+    """None when the kernel over rows of so many queries and keys gives what SDPA gives for each of them, forward and
+    backward; else in which way not."""
+    what = "variable-length flash attention" + ("" if kernel == TORCH else f" by {kernel}")
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, tokens, 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
+        torch.randn(1, heads, tokens, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
         for heads, tokens in ((4, sum(queries)), (2, sum(keys)), (2, sum(keys)))
     )
     lengths = [
@@ -156,12 +176,12 @@ def _varlen_gap(device: torch.device, queries: Sequence[int], keys: Sequence[int
         for each in (queries, keys)
     ]
     try:
-        ours = varlen(query, key, value, lengths[0], lengths[1], None)
+        ours = varlen(query, key, value, lengths[0], lengths[1], None, kernel)
         gradients = torch.autograd.grad(ours.float().square().sum(), (query, key, value))
         theirs = apart(query, key, value, queries, None, key_segments=keys)
         expected = torch.autograd.grad(theirs.float().square().sum(), (query, key, value))
-    except (ImportError, RuntimeError, NotImplementedError, ValueError) as error:
-        return f"variable-length flash attention does not run here ({str(error).splitlines()[0]})"
+    except (ImportError, RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
+        return f"{what} does not run here ({(str(error).splitlines() or [type(error).__name__])[0]})"
     pairs: list[tuple[Tensor, Tensor]] = [(ours, theirs), *zip(gradients, expected, strict=True)]
     gap = max(float((a - b).detach().float().abs().max() / b.detach().float().abs().max()) for a, b in pairs)
-    return f"variable-length flash attention is off by {gap:.1%} here" if gap > COARSE else None
+    return f"{what} is off by {gap:.1%} here" if gap > COARSE else None

@@ -8,6 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from core.train.attention.libraries import varlen_by
+
+TORCH = "flash_varlen"
+"""PyTorch's own variable-length kernel, beside the names of libraries."""
+
 
 def apart(
     query: Tensor,
@@ -51,15 +56,20 @@ def varlen(
     queries: tuple[Tensor, int],
     keys: tuple[Tensor, int],
     scaling: float | None,
+    by: str = TORCH,
 ) -> Tensor:
-    """The same for all rows in one call of PyTorch's flash attention, on a GPU in 16 bits. `queries`, `keys`: where
-    rows begin among them, int32 [rows + 1], and how many the longest row has."""
+    """The same for all rows in one call, on a GPU in 16 bits: of PyTorch's flash attention, or `by` a library
+    (core/hardware/tables/attention.py). `queries`, `keys`: where rows begin among them, int32 [rows + 1], and how many
+    the longest row has."""
     from torch.nn.attention.varlen import varlen_attn
 
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    if by != TORCH:
+        return varlen_by(by, q, k, v, queries, keys, scaling).unsqueeze(0)
     out = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        q,
+        k,
+        v,
         queries[0],
         keys[0],
         queries[1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from core.hardware.selftest import ATTENTION, Attention
-from core.train.attention.segments import apart, varlen
+from core.hardware.tables.attention import CUDNN, libraries_for
+from core.train.attention.libraries import LibraryMissing
+from core.train.attention.segments import TORCH, apart, varlen
 from core.train.selftest.measure import (
     DTYPES,
     Measured,
@@ -23,11 +26,19 @@ from core.train.selftest.measure import (
     rounded,
     rounding,
 )
+from core.train.selftest.products import device_arch
 
+Kernel = Attention | Literal["cudnn"]
 HEADS, SHARED, WIDTH = 4, 2, 64
 LENGTHS = (9, 23, 32)
 """Rows of the packed line, and of the padded batch."""
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+NARROW = ("bf16", "fp16")
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 STEPS = 16.0
 """Softmax of a product, a product, and three of each in the backward."""
 
@@ -40,7 +51,19 @@ def checks(device: torch.device) -> list[SelftestCheck]:
     ]
     found += [SelftestCheck(f"packed.segments.{dtype}", partial(_segments, dtype)) for dtype in DTYPES]
     if device.type == "cuda":
-        found += [SelftestCheck(f"varlen.{dtype}", partial(_varlen, dtype)) for dtype in ("bf16", "fp16")]
+        found += [SelftestCheck(f"varlen.{dtype}", partial(_varlen, TORCH, dtype)) for dtype in NARROW]
+    return found + library_checks(device_arch(device))
+
+
+def library_checks(arch: str) -> list[SelftestCheck]:
+    """Attention by libraries beside PyTorch, in the 16 bits that they compute in, where the architecture has a row."""
+    found = [
+        SelftestCheck(f"library.{row.name}.{dtype}", partial(_varlen, row.name, dtype))
+        for row in libraries_for(arch)
+        for dtype in NARROW
+    ]
+    if arch in CUDNN:
+        found += [SelftestCheck(f"library.cudnn.{dtype}", partial(_backend, "cudnn", dtype)) for dtype in NARROW]
     return found
 
 
@@ -77,7 +100,7 @@ def _measured(worst: float, dtype: str) -> Measured:
     return Measured(worst, *rounding(dtype, steps, "a softmax between two products, forward and backward"))
 
 
-def _backend(backend: Attention, dtype: str, device: torch.device) -> Measured:
+def _backend(backend: Kernel, dtype: str, device: torch.device) -> Measured:
     """Causal without a mask, as unpadded rows are computed, and with the mask of a padded batch. A backend that
     takes no masks (flash) is held to the first alone: torch gives masked calls to another one."""
     leaves, exact, above = _inputs(dtype, device, rows=1)
@@ -103,7 +126,7 @@ def _backend(backend: Attention, dtype: str, device: torch.device) -> Measured:
     return _measured(max(worst, _compare(found, wanted, leaves, exact, above)), dtype)
 
 
-def _attend(backend: Attention, leaves: list[Tensor], allowed: Tensor | None) -> Tensor:
+def _attend(backend: Kernel, leaves: list[Tensor], allowed: Tensor | None) -> Tensor:
     query, key, value = leaves
     if backend == "eager":  # as transformers' eager_attention_forward
         groups = query.shape[1] // key.shape[1]
@@ -128,7 +151,7 @@ def _attend(backend: Attention, leaves: list[Tensor], allowed: Tensor | None) ->
 
 
 @contextmanager
-def _only(backend: Attention, device: torch.device) -> Iterator[None]:
+def _only(backend: Kernel, device: torch.device) -> Iterator[None]:
     if backend == "eager":
         yield
         return
@@ -146,14 +169,18 @@ def _segments(dtype: str, device: torch.device) -> Measured:
     return _measured(_compare(found.transpose(1, 2), wanted, leaves, exact, above), dtype)
 
 
-def _varlen(dtype: str, device: torch.device) -> Measured:
-    """The same by PyTorch's variable-length flash attention, in one call."""
+def _varlen(by: str, dtype: str, device: torch.device) -> Measured:
+    """The same by variable-length flash attention, PyTorch's or a library's, in one call."""
     leaves, exact, above = _inputs(dtype, device, rows=1)
     boundaries = torch.tensor([0, *LENGTHS], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     try:
         lengths = (boundaries, max(LENGTHS))
-        found = varlen(leaves[0], leaves[1], leaves[2], lengths, lengths, None)
+        found = varlen(leaves[0], leaves[1], leaves[2], lengths, lengths, None, by)
+    except LibraryMissing as error:
+        raise NotAvailable(str(error)) from error
     except (ImportError, NotImplementedError) as error:
+        if by != TORCH:
+            raise  # it is installed, and does not work: that is to be told
         raise NotAvailable(str(error).splitlines()[0]) from error
     wanted = exact_attention(exact, _apart())
     return _measured(_compare(found.transpose(1, 2), wanted, leaves, exact, above), dtype)

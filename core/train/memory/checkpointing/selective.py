@@ -86,6 +86,8 @@ def _rules() -> dict[Any, Callable[[tuple[Any, ...]], bool]]:
 _RULES = _rules()
 _BY_NAME = {
     "torch_attn::_varlen_attn": _always,
+    "flash_attn::_flash_attn_varlen_forward": _always,
+    "flash_attn_3::fwd": _always,
     "eft::quant_linear": _always,
     "eft::lora_linear": _always,
 }
