@@ -26,7 +26,7 @@ PARTS = (
         "the backend does not dequantise; without the portable one, no job over packed weights starts",
     ),
     ("qlora", "base and LoRA in one operator over weights from the portable backend", "no jobs over packed weights"),
-    ("gemv.triton", "the product of a few rows with packed weights", "the dense product is used"),
+    ("gemv.triton, .native", "the product of a few rows with packed weights", "the dense product is used"),
     ("loss.logits", "cross-entropy over whole logits", "the precision is not used"),
     (
         "loss.triton, .native, .portable",

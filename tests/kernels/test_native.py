@@ -117,4 +117,68 @@ def test_a_damaged_object_is_made_anew(tmp_path: Path) -> None:
     made.parent.chmod(0o777)  # anybody could put code there: not read, compiled for this process alone
     made.write_bytes(b"not an object")
     assert "'native'" in _describe(HOME=str(tmp_path)).stdout and made.read_bytes() == b"not an object"
-    assert native.SOURCE.is_file()
+    assert all(path.is_file() for path in native.SOURCES)
+
+
+# --- few rows ----------------------------------------------------------------------------------------------
+
+few_rows_here = pytest.mark.skipif(
+    not native.multiplies_few_rows(64), reason="the C kernels of few rows need AVX-512 (core/train/kernels/few_rows.c)"
+)
+
+
+@few_rows_here
+@pytest.mark.parametrize(
+    ("form", "rows", "shape", "dtype"),
+    pairwise(
+        ["nf4", "nf4-single", "nf4-256", "int8"],
+        [1, 3, 8],
+        [(5, 512), (130, 1024)],
+        [torch.bfloat16, torch.float32],
+    ),
+)
+def test_few_rows_are_the_product_of_the_dense_weight(
+    form: str, rows: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Stated tolerance: 1e-6 of the norm in float32, and the rounding of bfloat16."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.05
+    values.view(-1)[:64] = 0.0
+    if form == "int8":
+        weight: Any = quantize_int8(values)
+    else:
+        weight = quantize_nf4(values, 256 if form == "nf4-256" else 64, double=form != "nf4-single")
+    format: Any = form.partition("-")[0]
+    n, k = shape
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(2)).to(dtype)
+    bias = torch.linspace(-1, 1, n).to(dtype)
+    dense = torch.empty(n * k, dtype=dtype)
+    portable.dequantize_into(dense, weight.packed, weight.scales, format, weight.block)
+    y = interface.few_rows(x, weight.packed, weight.scales, format, weight.block, n, bias)
+    assert y is not None and y.dtype == dtype
+    wanted = x.double() @ dense.view(n, k).double().t() + bias.double()
+    assert float((y.double() - wanted).norm() / wanted.norm()) < (1e-6 if dtype is torch.float32 else 3e-3)
+    alone = interface.few_rows(x[-1:], weight.packed, weight.scales, format, weight.block, n, bias)
+    assert alone is not None and torch.equal(alone[0], y[-1]), "rows beside it change no bit of a row"
+
+
+@few_rows_here
+@pytest.mark.parametrize(("rows", "n"), [(1, 4), (7, 1003), (16, 64)])
+def test_a_head_of_16_bits_is_multiplied_as_it_is(rows: int, n: int) -> None:
+    """Float32 sums, within 1e-6 of the norm; and those of a row do not depend on the others."""
+    x, weight = (torch.randn(size, 96, generator=torch.Generator().manual_seed(size)).bfloat16() for size in (rows, n))
+    out = torch.empty(rows, n)
+    native.wide_product(x, weight, out)
+    wanted = x.double() @ weight.double().t()
+    assert float((out.double() - wanted).norm() / wanted.norm()) < 1e-6
+    alone = torch.empty(1, n)
+    native.wide_product(x[-1:], weight, alone)
+    assert torch.equal(alone[0], out[-1])
+
+
+def test_what_the_kernels_of_few_rows_do_not_serve_is_left_to_others() -> None:
+    weight = quantize_nf4(torch.randn(8, 64))
+    for rows, dtype in ((9, torch.bfloat16), (2, torch.float16)):
+        x = torch.randn(rows, 64).to(dtype)
+        assert interface.few_rows(x, weight.packed, weight.scales, "nf4", weight.block, 8, None) is None
+    odd = quantize_nf4(torch.randn(8, 96))  # rows that begin inside a block
+    assert interface.few_rows(torch.randn(2, 96), odd.packed, odd.scales, "nf4", odd.block, 8, None) is None

@@ -17,9 +17,11 @@ from core.train.attention.exact import Exact
 from core.train.generation.sampling import Completion, Key, Likeliest, SamplingParams, Stops, choose, likeliest_of
 from core.train.generation.slots import SlotCache, attention_over
 from core.train.logits import head_at
-from core.train.loss.chunk import wide_product
+from core.train.loss.chunk import reads_once, wide_product
 from core.train.loss.head import OutputHead, hidden_states
 
+FEW_PLACES = 16
+"""Rows up to which a head of 16 bits is multiplied more quickly as it is than by its copy in float32."""
 WIDENED_BYTES = 256 << 20
 """Largest head in float32 that is kept for the time of a call where the device has no product of 16 bits that answers
 in float32."""
@@ -31,7 +33,8 @@ class LastLogits:
     """Logits of the next token, float32: by the head's own product where it is of the known form, never rounded to 16
     bits; else the model's."""
 
-    def __init__(self, model: nn.Module, head: OutputHead | str) -> None:
+    def __init__(self, model: nn.Module, head: OutputHead | str, rows: int, *, exact: bool = False) -> None:
+        """`rows`: places of most passes. `exact`: the product is to be torch's own."""
         self.model, self.head = model, head
         self.states: Tensor | None = None
         """What the head made the logits of the last pass from, [places, hidden]; None where the model made them."""
@@ -41,7 +44,8 @@ class LastLogits:
             autocast = torch.is_autocast_enabled(where)
             self._dtype = torch.get_autocast_dtype(where) if autocast else head.weight.dtype
             self._weight = head.weight.to(self._dtype)
-            if where == "cpu" and 4 * head.weight.numel() <= WIDENED_BYTES:
+            few = rows <= FEW_PLACES and reads_once(self._weight) and not exact
+            if where == "cpu" and 4 * head.weight.numel() <= WIDENED_BYTES and not few:
                 self._weight = self._weight.float()
 
     def at(self, places: Tensor, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ class SlotGenerator:
         """`prompt_tokens`: tokens of one pass over prompts at most, padding counted; a longer prompt is a pass by
         itself. The model computes without gradients. `exact`: the arithmetic that the model is in, where log-
         probabilities are to be those of training to the bit; the head is of the known form then."""
-        self.model, self.logits = model, LastLogits(model, head)
+        self.model, self.logits = model, LastLogits(model, head, slots, exact=exact is not None)
         self.params, self.stops = params, stops
         self.slots, self.prompt_tokens, self.device, self.exact = slots, prompt_tokens, device, exact
         self.passes = 0

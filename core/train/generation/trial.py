@@ -39,7 +39,7 @@ def try_slots(model: nn.Module, head: OutputHead | str, computed: torch.dtype, d
     passes. `computed`: dtype of the model's products. The model computes without gradients."""
     vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
     rows = [[(at * 7919 + 31 * row + 11) % vocabulary for at in range(n + TOKENS)] for row, n in enumerate(PROMPTS)]
-    last = LastLogits(model, head)
+    last = LastLogits(model, head, len(rows))
     try:
         found, windows = _in_slots(model, last, rows, device)
         gaps, largest = [], 1e-30

@@ -47,8 +47,8 @@ def available(device: torch.device, part: Part = "dequantize") -> tuple[Backend,
     if asked == "triton" or (asked != "portable" and device.type == "cuda"):
         if probe.unavailable(device) is None:
             return "triton", "portable"
-    elif device.type == "cpu" and part != "gemv" and not isinstance(native.library(), str):  # it heeds EFT_KERNELS
-        return "native", "portable"
+    elif device.type == "cpu" and not isinstance(native.library(), str):  # it heeds EFT_KERNELS
+        return ("native", "portable") if part != "gemv" or native.multiplies_few_rows(64) else ("portable",)
     return ("portable",)
 
 
@@ -144,9 +144,9 @@ def few_rows(
 ) -> Tensor | None:
     """x [..., k] times a packed weight [n, k], plus bias, where a backend does that without a dense weight: at most
     FEW_ROWS rows. None elsewhere. No gradients."""
-    if x.shape[:-1].numel() > FEW_ROWS or backend_for(x.device, "gemv") != "triton" or not _power_of_two(block):
+    if x.shape[:-1].numel() > FEW_ROWS or not _power_of_two(block):
         return None
-    return few_rows_with("triton", x, packed, scales, format, block, n, bias)
+    return few_rows_with(backend_for(x.device, "gemv"), x, packed, scales, format, block, n, bias)
 
 
 def few_rows_with(
@@ -161,8 +161,15 @@ def few_rows_with(
 ) -> Tensor | None:
     """`few_rows` by a backend that the caller names; None when it does not do such rows."""
     match backend:
-        case "portable" | "native":
+        case "portable":
             return None
+        case "native":
+            if not native.serves(x.dtype) or not native.multiplies_few_rows(x.shape[-1], max(block, 2 * native.LANES)):
+                return None
+            y = native.few_rows(x.reshape(-1, x.shape[-1]), packed, scales, format, block, n)
+            if bias is not None:
+                y += bias.float()
+            return y.to(x.dtype).view(*x.shape[:-1], n)
         case "triton":
             from core.train.kernels.triton import gemv
 

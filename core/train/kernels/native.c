@@ -4,43 +4,9 @@
  * products and sums are rounded one by one (-ffp-contract=off), and bfloat16 is rounded to nearest even. Pointers are
  * to contiguous memory; `threads` is torch's number of threads.
  */
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
-static inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-static inline float of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline float from_bf16(uint16_t value) { return of_bits((uint32_t)value << 16); }
-
-/* Of finite values: nearest, ties to even. */
-static inline uint16_t to_bf16(float value) {
-    uint32_t bits = bits_of(value);
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
+#include "native.h"
 
 /* --- NF4 ------------------------------------------------------------------------------------------ */
-
-/* The scale of one block: given, or by double quantisation (nested is not null). */
-static inline float scale_of(int64_t at, const uint8_t *absmax8, const float *nested, const float *map, float offset,
-                             const float *absmax) {
-    if (!nested)
-        return absmax[at];
-    float product = map[absmax8[at]] * nested[at / 256];
-    return product + offset;
-}
 
 static void nf4_elements_bf16(uint16_t *out, const uint8_t *packed, int64_t count, const float *table, float scale) {
     for (int64_t i = 0; i < count; i++) {
@@ -50,12 +16,6 @@ static void nf4_elements_bf16(uint16_t *out, const uint8_t *packed, int64_t coun
 }
 
 #ifdef __AVX512F__
-static inline __m512i rounded(__m512 values) {
-    __m512i bits = _mm512_castps_si512(values);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-}
-
 /* 16 bytes are 32 elements: the high nibbles are the even ones, and come first in each pair of bfloat16. */
 static inline void nf4_32_bf16(uint16_t *out, const uint8_t *packed, __m512 table, __m512 scale) {
     __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)packed));

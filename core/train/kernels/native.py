@@ -1,4 +1,5 @@
-"""The CPU backend in C (native.c): compiled by the machine's own compiler at first use, and tried before it is used.
+"""The CPU backend in C (native.c, few_rows.c): compiled by the machine's own compiler at first use, and tried before it
+is used.
 
 The object is kept under a hash of source, compiler, flags and processor in `~/.cache/eft/kernels` (the trainer's home
 lies on the data root, so it outlives a job). Without a compiler, or when a result differs from torch's, the portable
@@ -26,13 +27,17 @@ from core.train.kernels.adamw import AdamNumbers, QuantisedMeans, bounds_of, qua
 
 log = logging.getLogger("eft.train.kernels")
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "few_rows.c")]
+HEADER = Path(__file__).with_suffix(".h")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-std=gnu11"]
 DTYPES = (torch.bfloat16, torch.float32)
 NAMES = (
     *("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale", "eft_adamw"),
     *("eft_norm", "eft_norm_grad", "eft_gate", "eft_gate_grad"),
+    *("eft_few_bf16", "eft_few_nf4", "eft_few_int8"),
 )
+LANES = 16
+"""Floats of an AVX-512 register (few_rows.c)."""
 
 
 class NativeUnavailable(Exception):
@@ -107,6 +112,53 @@ def gate(out: Tensor, gate: Tensor, up: Tensor) -> None:
 def gate_grad(grad_gate: Tensor, grad_up: Tensor, grad: Tensor, gate: Tensor, up: Tensor) -> None:
     """Fill `grad_gate` and `grad_up` with the gradients of `gate`."""
     _gate_grad(_ready(), grad_gate, grad_up, grad, gate, up)
+
+
+def multiplies_few_rows(width: int, block: int = LANES) -> bool:
+    """Whether `wide_product` serves weights of this width, and with a `block` of 32 or more `few_rows`."""
+    loaded = library()
+    if isinstance(loaded, str) or not loaded.eft_few_rows():
+        return False
+    return width % block == 0 and block % LANES == 0
+
+
+def few_rows(x: Tensor, packed: Tensor, scales: list[Tensor], format: str, block: int, n: int) -> Tensor:
+    """x [m, k] of one of DTYPES, m at most FEW_ROWS, times a packed weight [n, k]; float32. The weight is rounded to
+    the dtype of x first, as a dense copy is."""
+    return _few_rows(_ready(), x, packed, scales, format, block, n)
+
+
+def wide_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out [m, n] = x [m, k] · weight [n, k]ᵀ: `weight` contiguous and bfloat16, `out` contiguous and float32."""
+    _wide_product(_ready(), x, weight, out)
+
+
+def _few_rows(
+    kernels: ctypes.CDLL, x: Tensor, packed: Tensor, scales: list[Tensor], format: str, block: int, n: int
+) -> Tensor:
+    from core.train.quant.layout import nf4_map
+
+    rows, width = x.shape
+    wide, packed = x.float().contiguous(), packed.contiguous()
+    out, scales = torch.empty(rows, n), [tensor.contiguous() for tensor in scales]
+    sizes = [ctypes.c_int64(size) for size in (rows, n, width, block)]
+    ends = _narrow(x), torch.get_num_threads()
+    if format == "int8":
+        kernels.eft_few_int8(_at(out), _at(wide), _at(packed), *sizes, _at(scales[0]), *ends)
+        return out
+    double = scales if len(scales) == 4 else [None] * 4
+    aside = torch.empty_like(wide)
+    kernels.eft_few_nf4(
+        _at(out), _at(wide), _at(aside), _at(packed), *sizes, _at(nf4_map(out.device)),
+        *map(_at, double), _at(scales[0] if len(scales) == 1 else None), *ends,
+    )  # fmt: skip
+    return out
+
+
+def _wide_product(kernels: ctypes.CDLL, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    sizes = [ctypes.c_int64(size) for size in (*out.shape, weight.shape[1])]
+    wide = x.float().contiguous()
+    kernels.eft_few_bf16(_at(out), _at(wide), _at(weight), *sizes, torch.get_num_threads())
 
 
 def _norm(
@@ -241,14 +293,16 @@ def processor() -> str:
 
 def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), processor().encode()]
+    source = b"\0".join(path.read_bytes() for path in (*SOURCES, HEADER))
+    parts = [source, version, " ".join(FLAGS).encode(), processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 
 def _compile(compiler: str, aside: Path, target: Path) -> None:
     done = subprocess.run(
-        [compiler, *FLAGS, str(SOURCE), "-o", str(aside)], capture_output=True, text=True, check=False, timeout=120
-    )
+        [compiler, *FLAGS, *map(str, SOURCES), "-o", str(aside)],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
     if done.returncode != 0:
         raise NativeUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
     near = target.with_name(f".{target.name}.{os.getpid()}")
@@ -282,6 +336,33 @@ def _try_out(kernels: ctypes.CDLL) -> None:
     _try_softmax(kernels, values[:19200].view(6, 3200).to(torch.bfloat16))
     for dtype in DTYPES:
         _try_parts(kernels, values[:7000].view(7, 1000).to(dtype))
+    if kernels.eft_few_rows():
+        with torch.autocast("cpu", enabled=False):  # this may be the first call of a pass under autocast
+            _try_few_rows(kernels, values[: 96 * 192].view(96, 192) / 80)
+
+
+def _try_few_rows(kernels: ctypes.CDLL, values: Tensor) -> None:
+    from core.train.quant.int8 import dequantize_int8_into, quantize_int8
+    from core.train.quant.nf4 import dequantize_nf4_into, quantize_nf4
+
+    n, width = values.shape
+    found: list[tuple[Tensor, Tensor]] = []
+    for dtype in DTYPES:
+        x, dense = values[:7].to(dtype), torch.empty(n * width, dtype=dtype)
+        for double in (True, False):
+            nf4 = quantize_nf4(values, double=double)
+            dequantize_nf4_into(dense, nf4.packed, nf4.scales, 64)
+            ours = _few_rows(kernels, x, nf4.packed, nf4.scales, "nf4", 64, n)
+            found.append((ours, x.float() @ dense.float().view(n, width).t()))
+        int8 = quantize_int8(values)
+        dequantize_int8_into(dense, int8.packed, int8.scales, 64)
+        ours = _few_rows(kernels, x, int8.packed, int8.scales, "int8", 64, n)
+        found.append((ours, x.float() @ dense.float().view(n, width).t()))
+    x, weight, out = values[:7].bfloat16(), values[:95].bfloat16(), torch.empty(7, 95)
+    _wide_product(kernels, x, weight, out)
+    found.append((out, x.float() @ weight.float().t()))
+    if not all(torch.allclose(ours, right, rtol=1e-5, atol=1e-6) for ours, right in found):
+        raise NativeUnavailable("their products of few rows differ from torch's on this processor")
 
 
 def _try_adamw(kernels: ctypes.CDLL, values: Tensor) -> None:

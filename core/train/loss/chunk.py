@@ -243,6 +243,15 @@ def _first_largest(logits: Tensor) -> Tensor:
 WIDE_AT_ONCE = 4096
 """Rows of the head that are float32 at once, where no operator does it by itself."""
 
+READ_ONCE = 128
+"""Rows up to which a product by the C kernel is quicker than widening a part of the head for each."""
+
+
+def reads_once(weight: Tensor) -> bool:
+    """Whether the C kernel multiplies by this weight [n, k] of 16 bits as it is, without a copy in float32."""
+    here = weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and weight.is_contiguous()
+    return here and native.multiplies_few_rows(weight.shape[1])
+
 
 def wide_product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
     """out [c, n] = left [c, k] · right [k, n], summed and stored in the dtype of `out`: float32 for operands in 16
@@ -252,6 +261,9 @@ def wide_product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
         return
     if _mm_widens(left.device, left.dtype):
         torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return
+    if len(left) <= READ_ONCE and reads_once(right.t()) and out.is_contiguous():
+        native.wide_product(left, right.t(), out)
         return
     inner, columns = right.shape
     if columns > inner:

@@ -227,7 +227,7 @@ class ServingLoop:
         if self._logits is None:
             engine = self._base.engine
             with engine.inference() as model:
-                self._logits = LastLogits(model, engine.policy.head())
+                self._logits = LastLogits(model, engine.policy.head(), self._slots)
         return self._logits
 
     # --- answers
