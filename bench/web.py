@@ -6,7 +6,7 @@ drawn curves, when nobody has looked at them before, right after the server was 
 one drags over a curve, moves over it and shows all of it again; memory of the page. Jobs scrolls through `jobs` rows:
 time to load all of them, and frames while scrolling. MLflow's server holds the same curves, and its page is asked in
 turn, in a browser of its own: processor seconds of browser and server until the curves are drawn, and of the browser
-for a gesture. It is installed into an environment of its own (`--mlflow`, by default a folder that is deleted
+for a gesture; the other browser is suspended meanwhile. It is installed into an environment of its own (`--mlflow`, by default a folder that is deleted
 afterwards). Rows are written to the databases directly, in the form in which workers and MLflow's store write them.
 Another job has one curve of `longest` steps; its page is opened alone. With `--folder` the databases are kept there,
 and filled only where they are not.
@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,19 @@ class Page:
         heap = self.window.run("return performance.memory.usedJSHeapSize / 1e6")
         pages = [pid for pid in _family(self.folder) if b"--type=renderer" in _words(pid)]
         return {"heap of the page, MB": heap, "its process, MB": max(map(_own_memory, pages)) / 1e6}
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Its browser does nothing meanwhile, so that it takes no processor from what is measured."""
+        processes = _family(self.folder)
+        try:
+            for pid in processes:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def _spent(self) -> tuple[float, float]:
         return sum(map(_cpu, _family(self.folder))), sum(map(_cpu, _below({self.server})))
@@ -292,11 +307,12 @@ def _beside(mine: Page, theirs: Page, rounds: int) -> dict[str, dict[str, Any]]:
     for turn in range(rounds):
         pair = [("ours", mine), ("peer", theirs)]
         for name, page in pair if turn % 2 == 0 else pair[::-1]:
-            opened[name].append(page.open())
-            if "curves drawn, ms" in opened[name][-1]:
-                looked[name].append(page.gestures(8))
-            else:
-                print(f"{name}: not all curves were drawn within {PATIENCE} s", flush=True)
+            with (theirs if page is mine else mine).suspended():
+                opened[name].append(page.open())
+                if "curves drawn, ms" in opened[name][-1]:
+                    looked[name].append(page.gestures(8))
+                else:
+                    print(f"{name}: not all curves were drawn within {PATIENCE} s", flush=True)
     found: dict[str, dict[str, Any]] = {}
     for key, unit in (("browser, CPU s", "s"), ("server, CPU s", "s")):
         found[f"open: {key}"] = compare(

@@ -99,6 +99,16 @@ def test_it_grows_with_the_run_through_retries_and_the_end(run: Run) -> None:
     run.look()
 
 
+def test_a_worker_keeps_the_file_of_a_running_job(run: Run) -> None:
+    run.tell(1, 150)
+    curves.prepare(run.database, run.layout, run.job)
+    assert not run.file.exists(), "it is not long yet"
+    run.tell(151, 1000)
+    curves.prepare(run.database, run.layout, run.job)
+    assert run.covered() == 999 // curves.RUN * curves.RUN, "all but the newest step, which may be told again"
+    run.look()
+
+
 def test_an_ended_job_is_answered_from_its_file(run: Run) -> None:
     run.tell(1, 1000)
     run.tell(1, 50, "lr")

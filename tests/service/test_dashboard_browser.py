@@ -419,6 +419,23 @@ def _look_closely(service: Service, window: Browser, job_id: str) -> None:
     window.type("#more", " ")
 
 
+def test_a_curve_has_a_gap_where_a_run_diverged(service: Service, window: Browser, rows: Path, models: Path) -> None:
+    training = {"max_steps": 60, "per_device_train_batch_size": 2, "max_length": 256, "max_grad_norm": 1e9}
+    spec = job_file(models, service.upload(rows), name="diverges", method={"type": "full"})
+    spec |= {"optimizer": {"learning_rate": 10}, "training": {**training, "precision": "fp16"}}
+    spec["evaluation"] = {"at_start": True, "eval_steps": 60}
+    job_id = service.submit(spec)
+    service.wait(job_id, "failed")
+    window.go(f"ui/jobs/{job_id}")
+    window.wait_for_text("#sentence", "at step")
+    assert re.search("Failed: the (loss|gradient) became (nan|-?inf) at step", window.text("#sentence"))
+    found = window.wait(
+        lambda: re.search("no finite loss (at step|in [0-9]+ steps)", window.text("#plot-loss .end")),
+        "the gap in words",
+    )
+    assert found and window.run("return eft.charts.get('loss').lines[0].ys.includes(null)")
+
+
 def _answers(service: Service) -> bool:
     try:
         return service.client.get("/healthz").status_code == 200

@@ -48,6 +48,8 @@ LAST_WORDS = 1 << 14
 """Bytes of a log in which a library says why it gave up; the stacks of threads may follow."""
 DUMP_SECONDS = 2.0
 """For a child that is about to be killed to write its stacks."""
+CURVES_SECONDS = 60.0
+"""Between two looks at whether curves have grown long."""
 RESERVE = 0.1
 """Share of max_runtime_seconds that is kept for the last checkpoint, at most the stop grace."""
 
@@ -77,6 +79,7 @@ class AttemptRunner:
         self._time_is_up = False
         """Whether its time limit is the only reason for its stop."""
         self._trackers = Trackers(site, claim, self.folder)
+        self._curves_at = self.began + CURVES_SECONDS
         self._bridge: SessionBridge | ServingBridge | None = None
         self._shared: SharedChild | None = None
         """The child of a session once it answers, which others may join."""
@@ -399,6 +402,8 @@ class AttemptRunner:
                 continue
             self._bound_log()
             self._trackers.look()
+            if time.monotonic() > self._curves_at:
+                self._keep_curves()
             if stop is None:
                 log.warning("attempt %d of %s is lost", self.token.attempt, self.claim.label)
                 self.lose()
@@ -476,10 +481,13 @@ class AttemptRunner:
 
     def _keep_curves(self) -> None:
         """Thin long curves out for those who look at them later. A service to them: it may fail."""
+        began = time.monotonic()
         try:
             curves.prepare(self.site.database, self.site.layout, self.token.job_id)
         except Exception:
             log.exception("curves of %s", self.token.job_id)
+        now = time.monotonic()
+        self._curves_at = now + max(CURVES_SECONDS, 20 * (now - began))
 
     def _write_end(self, result: Outcome, code: int | None) -> Status | None:
         settings = self.site.settings

@@ -77,11 +77,25 @@
     if (!part?.length) return all;
     return [...all.filter(([step]) => step < part[0][0]), ...part, ...all.filter(([step]) => step > part[part.length - 1][0])];
   };
+  // Steps that were done without this value: the trainer tells no number that is not finite. In curves that are thinned
+  // out, only the newest step can be told to be one.
+  const ALWAYS = ["loss", "grad_norm"];
+  const broken = (job, name) => {
+    const done = data.get(job)?.learning_rate || [], known = data.get(job)?.[name] || [];
+    if (!ALWAYS.includes(name) || !done.length) return [];
+    if (Math.max(done.length, known.length) >= POINTS - 2) return known.at(-1)?.[0] >= done.at(-1)[0] ? [] : [done.at(-1)[0]];
+    const there = new Set(known.map(([step]) => step));
+    return done.map(([step]) => step).filter((step) => !there.has(step));
+  };
+  const gaps = (names) => jobs.flatMap((job) => names.map((name) => [job, name, broken(job.id, name)])).filter(([, , steps]) => steps.length)
+    .map(([job, name, steps]) => `${jobs.length > 1 ? `${job.name}: ` : ""}no finite ${name} ${steps.length > 1 ? `in ${steps.length} steps, ${steps[0]} to ${steps[steps.length - 1]}` : `at step ${steps[0]}`}`);
   const lines = (names, close) => {
     const found = [];
     jobs.forEach((job, j) => names.forEach((name, n) => {
-      const known = points(job.id, name, close);
+      let known = points(job.id, name, close);
       if (!known.length) return;
+      const without = broken(job.id, name);
+      if (without.length) known = [...known, ...without.map((step) => [step, null])].sort(([a], [b]) => a - b);
       const place = places(job.id), at = jobs.length > 1 ? j : n, few = known.length <= 60 && n > 0;
       const ys = known.map(([, value]) => options.log && value <= 0 ? null : value);
       found.push({ label: jobs.length > 1 ? `${job.name}${n ? ` ${name}` : ""}` : name, colour: colour(at), dash: jobs.length > 1 && n ? [5, 4] : [], few,
@@ -115,13 +129,16 @@
     const area = plot.lastElementChild;
     if (!charts.has(title)) charts.set(title, eft.chart(area, title, look, (min, max) => closer(title, names, min, max)));
     const chart = charts.get(title), found = lines(names, chart.close);
-    plot.querySelector(".end").textContent = jobs.length > 1 ? "" : found.map((line) => {
+    const bad = gaps(names), end = plot.querySelector(".end");
+    end.textContent = [...jobs.length > 1 ? [] : found.map((line) => {
       const known = line.ys.filter((value) => value !== null);
       return known.length ? `${found.length > 1 ? `${line.label} ` : ""}${short(known[known.length - 1])}` : "";
-    }).join(" · ");
+    }), ...bad.slice(0, 3), ...bad.length > 3 ? [`and ${bad.length - 3} more`] : []].join(" · ");
+    end.title = bad.join("\n");
+    end.classList.toggle("broken", bad.length > 0);
     plot.classList.toggle("without", !found.length);
     area.className = found.length ? "area" : "empty";
-    if (!found.length) { chart.end(); chart.shape = ""; area.textContent = "No values yet"; return; }
+    if (!found.length) { chart.end(); chart.shape = ""; area.textContent = bad.length ? "No finite value" : "No values yet"; return; }
     const shape = JSON.stringify([found.map((line) => line.label), options.axis, options.log, !!options.smooth, dark.matches]);
     chart.set(found, chart.shape !== shape);
     chart.shape = shape;

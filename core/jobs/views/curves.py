@@ -69,10 +69,11 @@ def curves(
 
 
 def prepare(database: Database, layout: Layout, job_id: str) -> None:
-    """Thin the long curves of an ended job out into its file, before anybody looks at them."""
+    """Thin the long curves of a job out into its file, before anybody looks at them: those of an ended job whole, those
+    of another as far as they are settled."""
     with database.read() as session:
         job = session.get(Job, job_id)
-        if job is None or Status(job.status) not in FINAL:
+        if job is None:
             return
         names = queries.metric_names(session, job_id)
         long = [name for name in names if queries.has_points(session, job_id, name, LONG)]
