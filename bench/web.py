@@ -6,10 +6,10 @@ drawn curves, when nobody has looked at them before, right after the server was 
 one drags over a curve, moves over it and shows all of it again; memory of the page. Jobs scrolls through `jobs` rows:
 time to load all of them, and frames while scrolling. MLflow's server holds the same curves, and its page is asked in
 turn, in a browser of its own: processor seconds of browser and server until the curves are drawn, and of the browser
-for a gesture; the other browser is suspended meanwhile. It is installed into an environment of its own (`--mlflow`, by default a folder that is deleted
-afterwards). Rows are written to the databases directly, in the form in which workers and MLflow's store write them.
-Another job has one curve of `longest` steps; its page is opened alone. With `--folder` the databases are kept there,
-and filled only where they are not.
+for a gesture; the other browser is suspended meanwhile. It is installed into an environment of its own (`--mlflow`, by
+default a folder that is deleted afterwards). Rows are written to the databases directly, in the form in which workers
+and MLflow's store write them. Another job has one curve of `longest` steps; its page is opened alone. With `--folder`
+the databases are kept there, and filled only where they are not.
 """
 
 from __future__ import annotations
@@ -254,8 +254,10 @@ def main() -> None:
         ours = stack.enter_context(started(url, kept))
         for what in paths:
             results[what] |= {f"after a restart: {key}": value for key, value in page(ours, what).open().items()}
-        mine, long = page(ours, "compare"), page(ours, "one long curve")
-        results["one long curve"] |= long.open() | _of_frames("gestures", sorted(long.gestures(8)["frames"]))
+        mine = page(ours, "compare")
+        # While nothing of the peer runs: its server works on after its page was drawn.
+        for what, one in (("compare", mine), ("one long curve", page(ours, "one long curve"))):
+            results[what] |= one.open() | _of_frames("gestures", sorted(one.gestures(8)["frames"]))
         window.go(f"http://{ours.address}/ui/jobs")
         results["jobs"] = _jobs(window, asked.jobs)
         stack.enter_context(peer.serve())
