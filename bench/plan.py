@@ -128,6 +128,15 @@ def measure(work: Path, combination: Combination, device_name: str, account: boo
     import torch
 
     device = torch.device(device_name)
+    from core.train.kernels.float32 import through_float32
+
+    with through_float32(_wide(combination, device)):  # as a run does
+        return _measured(work, combination, device, account)
+
+
+def _measured(work: Path, combination: Combination, device: Any, account: bool) -> dict[str, Any]:
+    import torch
+
     _run(work, combination, device, small=True)
     before = _resident()
     if device.type == "cuda":
@@ -140,6 +149,23 @@ def measure(work: Path, combination: Combination, device_name: str, account: boo
     return found | {"peak": max(high.values()), **high}
 
 
+def _wide(combination: Combination, device: Any) -> bool:
+    from core.spec.settled import method_of
+    from core.train.model.compute import products_in_float32
+    from core.train.model.placement import place
+
+    spec = _spec(combination, device)
+    return products_in_float32(spec, place(spec.resources, spec.training, method_of(spec)))
+
+
+def _spec(combination: Combination, device: Any) -> Any:
+    from core.spec.job import JobSpec
+    from core.spec.resolve import resolve
+
+    resources = {"accelerator": "gpu" if device.type == "cuda" else "cpu"}
+    return resolve(JobSpec.model_validate(combination.job | {"resources": resources}))
+
+
 def _run(work: Path, combination: Combination, device: Any, *, small: bool, account: bool = False) -> dict[str, Any]:
     import gc
 
@@ -147,8 +173,6 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
 
     from bench.qlora_models import tokenizer_for
     from core.spec.axes.batching import Packed
-    from core.spec.job import JobSpec
-    from core.spec.resolve import resolve
     from core.spec.run.orders import DataOrder, RunOrder
     from core.spec.settled import method_of
     from core.train.attention.probe import prepare_packing
@@ -164,8 +188,7 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
 
     quiet()
     folder = work / (("small-" if small else "") + combination.model)
-    spec = resolve(JobSpec.model_validate(combination.job | {"resources": {
-        "accelerator": "gpu" if device.type == "cuda" else "cpu"}}))  # fmt: skip
+    spec = _spec(combination, device)
     placement = place(spec.resources, spec.training, method_of(spec))
     longest = 16 if small else combination.longest
     order = RunOrder(

@@ -52,7 +52,8 @@ def checks(device: torch.device) -> list[SelftestCheck]:
     found += [SelftestCheck(f"packed.segments.{dtype}", partial(_segments, dtype)) for dtype in DTYPES]
     if device.type == "cuda":
         found += [SelftestCheck(f"varlen.{dtype}", partial(_varlen, TORCH, dtype)) for dtype in NARROW]
-    return found + library_checks(device_arch(device))
+        found += library_checks(device_arch(device))
+    return found
 
 
 def library_checks(arch: str) -> list[SelftestCheck]:
