@@ -29,7 +29,9 @@ async def result(
     wakes: Wakes = request.app.state.eft.wakes
     first = LONGEST_LOOK if wakes.rings_for(session_id) else FIRST_LOOK
     rung = partial(wakes.of, session_id, position)
-    return await until(_over, look, wait, first=first, longest=LONGEST_LOOK, request=request, rung=rung)
+    return await until(
+        _over, look, wait, first=first, longest=LONGEST_LOOK, request=request, rung=rung, pace=wakes.pause
+    )
 
 
 def _over(seen: Seen) -> bool:

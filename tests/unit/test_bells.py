@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from api.http.waiting import until
@@ -68,5 +69,42 @@ def test_a_result_is_looked_for_when_it_is_rung_for(tmp_path: Path) -> None:
         return found, time.monotonic() - began
 
     assert asyncio.run(waited("session-1.4", pause=3000.0))[0], "without the ring it would wait for an hour"
-    found, seconds = asyncio.run(waited("session-1.5", pause=0.5))
-    assert found and seconds >= 0.5, "another operation's end"
+    found, seconds = asyncio.run(waited("session-1.3", pause=0.5))
+    assert found and seconds >= 0.5, "the end of an operation before it"
+
+
+def test_many_that_wait_look_seldom_and_a_ring_wakes_all_before_it(tmp_path: Path) -> None:
+    """The results of 2,000 samples are told by few looks, also where rings are lost."""
+
+    async def wait() -> int:
+        layout = Layout(tmp_path / "data")
+        layout.create()
+        wakes, looks, answered = Wakes(layout), [0], [0]
+        wakes.start()
+
+        def look(position: int) -> bool:
+            looks[0] += 1
+            return position <= answered[0]
+
+        def one(position: int) -> asyncio.Task[bool]:
+            rung = partial(wakes.of, "session-1", position)
+            found = until(bool, partial(look, position), 3600.0, first=0.1, longest=0.1, rung=rung, pace=wakes.pause)
+            return asyncio.create_task(found)
+
+        assert wakes.pause() == 0.0
+        waiting = [one(position) for position in range(1, 2001)]
+        while looks[0] < 2000:
+            await asyncio.sleep(0.01)
+        assert wakes.pause() == 10.0
+        answered[0] = 1999
+        bells.ring(layout.bells, "api-*", "session-1.1999")
+        await asyncio.gather(*waiting[:-1])
+        assert not waiting[-1].done()
+        answered[0] = 2000
+        bells.ring(layout.bells, "api-*", "session-1.2000")
+        assert await waiting[-1]
+        wakes.close()
+        assert wakes.pause() == 0.0
+        return looks[0]
+
+    assert asyncio.run(wait()) < 6000
