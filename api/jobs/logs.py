@@ -67,6 +67,8 @@ def _window(piece: _Piece | None, offset: int | None, tail: int | None) -> LogWi
         cut = _last_lines(data, tail) if tail is not None else 0
         if cut == 0 and start > 0:
             cut = data.find(b"\n") + 1  # begin with a whole line
+            if tail is not None:  # fewer lines than were asked for: a line may be longer than a reply
+                gone = f"[{start + cut} bytes before this are left out]\n"
         data = data[cut:]
     whole = data[: len(data) - _unfinished(data)]
     end = (size if offset is None else start + len(data)) - (len(data) - len(whole))

@@ -188,7 +188,8 @@ def _waiting(job: Mapping[str, Any]) -> str:
     place = job.get("queue")
     if not place:
         return f"Waiting: {job['reason']}."
-    position = "" if place["position"] is None else f", number {place['position']} in line"
+    told = place["position"] is None or " in line" in place["reason"]
+    position = "" if told else f", number {place['position']} in line"
     return f"Waiting{position}: {place['reason']}."
 
 

@@ -72,6 +72,15 @@ def test_who_comes_late_is_told_what_is_gone(tmp_path: Path) -> None:
     assert "\0" not in logs.read(path).text and second.lstrip("0")
 
 
+def test_a_line_longer_than_a_reply_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("begins\n" + "x" * 20_000_000 + "\nlast line\n")
+    size = path.stat().st_size
+    told = f"[{size - len('last line') - 1} bytes before this are left out]"
+    assert logs.read(path, tail=400).text.splitlines() == [told, "last line"]
+    assert logs.read(path, tail=1).text == "last line\n"
+
+
 def test_a_file_system_without_holes_keeps_the_newest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "log.txt"
     path.write_text("".join(f"{number:079d}\n" for number in range(10_000)))
