@@ -456,6 +456,10 @@ FAILURES: dict[str, Code] = {
     "rank_died": ("A rank ended without a message; the others were killed.", "The log has the output of all ranks."),
     "rank_lost": ("The ranks lost their connection.", "The job is retried; the log names the rank that ended first."),
     "artifacts_differ": ("The written weights differ from the trained ones.", "The job is retried; check the disk."),
+    "storage_failed": (
+        "The file system failed to read or write a file.",
+        "The job is retried from its last checkpoint; check the disk or the share of the data root.",
+    ),
     "ranks_drifted": ("The ranks no longer have the same weights.", "Run `eft doctor`, and report it."),
     "data_root_lost": (
         "The run folder disappeared with its data root.",

@@ -9,7 +9,7 @@ import torch
 from core.errors import EftError, NoSpace
 from core.spec.run.events import FailureClass
 from core.train.base import memory_limit
-from core.train.base.disk import disk_full
+from core.train.base.disk import disk_failing, disk_full
 from core.train.base.out_of_memory import is_out_of_memory
 from core.train.base.reading import is_panic
 from core.train.data.helpers import HelperKilled, HelperShort
@@ -29,6 +29,8 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
         words = error.message if isinstance(error, EftError) else f"no space left: {error}"
         needs = error.needs_bytes if isinstance(error, NoSpace) else None
         return _event("machine", "no_space", words) | ({} if needs is None else {"needs_bytes": needs})
+    if disk_failing(error):
+        return _event("machine", "storage_failed", f"the file system failed: {error}")
     if isinstance(error, BlocksLost):
         return _event("machine", error.code, error.message, error.field)
     if isinstance(error, EftError):

@@ -1,5 +1,5 @@
-"""Random faults of processes and disk: the final weights are those of the undisturbed run, and no bad checkpoint is
-used. A handful of seeds; `python -m bench.faults` takes as many as are asked for."""
+"""Random faults of processes, store and disk: the final weights are those of the undisturbed run, and no bad checkpoint
+is used. A handful of seeds; `python -m bench.faults` takes as many as are asked for."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.random_faults import OF_DISK, OF_PROCESS
+from tests.support.random_faults import OF_DISK, OF_PROCESS, OF_STORE
 from tests.support.trainer import ENVIRONMENT, ROOT
 
-SEEDS = (("2", "6", "7", "9", "11"), ("13", "14", "15"), ("17", "18", "19"))
-"""The first five always; more where the machine is so busy that a kill at a moment leaves no checkpoint to damage."""
+SEEDS = (("3", "5", "6"), ("13", "14", "15"), ("17", "18", "19"))
+"""The first three always; more where the machine is so busy that a kill at a moment leaves no checkpoint to damage."""
 
 
 def test_faults_of_fixed_seeds_change_no_bit(tiny_dir: Path, tmp_path: Path) -> None:
@@ -25,6 +25,6 @@ def test_faults_of_fixed_seeds_change_no_bit(tiny_dir: Path, tmp_path: Path) -> 
         told = [json.loads(line) for line in done.stdout.splitlines()]
         assert done.returncode == 0 and len(told) == len(seeds), (told, done.stderr)
         met |= {fault for one in told for fault in one["faults"]}
-        if met & set(OF_PROCESS) and met & set(OF_DISK):
+        if met & set(OF_PROCESS) and met >= set(OF_STORE) and met & set(OF_DISK):
             return
     raise AssertionError(f"the seeds are no good any more: {met}")

@@ -2,7 +2,9 @@
 
 A seed decides everything: which faults meet a run of LoRA with dropout, when, and where. Attempts are forked from this
 process, which has imported everything and computed nothing. A fault of a process is a SIGKILL before any operation on a
-file, or at any moment; a full disk is the kernel's limit on the size of files. A fault of the disk meets a checkpoint
+file, or at any moment; a full disk is the kernel's limit on the size of files. A store fails when operations on files
+of the run end with EIO, for once or for good, and is slow when each takes up to a tenth of a second until the process
+is killed. A fault of the disk meets a checkpoint
 or a snapshot in memory between two attempts: a torn file, a flipped bit, a file that is gone, a truncated manifest.
 Snapshots are brought to the disk, or left for the next attempt. After its faults the run is left to its end.
 
@@ -12,6 +14,7 @@ those of the undisturbed run to the bit, and no attempt continued from a checkpo
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -26,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from core.spec.run.checkpoint_names import progress_of
-from core.spec.run.exit_codes import EXIT_NO_SPACE, EXIT_OK
+from core.spec.run.exit_codes import EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
+from core.spec.run.folder import CHECKPOINTS
 from core.spec.run.manifest import MANIFEST
 from core.storage.checkpoints import Snapshots
 from tests.support.trainer import events, pairs, run, weights, write_rows, write_run
@@ -44,9 +48,11 @@ AXES: dict[str, Any] = {
     "checkpoint": {"save_steps": 2, "keep_last": 3, "memory_steps": 1},
 }
 OF_PROCESS = ("killed at an operation", "killed at a moment", "full disk")
+OF_STORE = ("failing store", "slow store")
 OF_DISK = ("torn file", "flipped bit", "file gone", "manifest truncated")
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 MOST_ATTEMPTS = 12
+MANY = 10_000
 
 
 def disturbed(model: Path, folder: Path, seed: int) -> tuple[list[str], str | None]:
@@ -57,7 +63,7 @@ def disturbed(model: Path, folder: Path, seed: int) -> tuple[list[str], str | No
     met: set[Path] = set()
     attempts: list[Path] = []
     job, snapshots = f"job-{seed}", Snapshots(folder / "memory", folder)
-    left = [draw.choice(OF_PROCESS) for _ in range(draw.randint(1, 3))]
+    left = [draw.choice(OF_PROCESS + OF_STORE) for _ in range(draw.randint(1, 3))]
     while len(attempts) < MOST_ATTEMPTS:
         number = len(attempts) + 1
         run_dir, memory = folder / job / f"attempt-{number}", snapshots.attempt(job, number)
@@ -75,13 +81,20 @@ def disturbed(model: Path, folder: Path, seed: int) -> tuple[list[str], str | No
             return told, None if weights(run_dir) == weights(folder / "calm") else "the final weights differ"
         if fault is None:
             return told, f"attempt {number} ended with {code}: {events(run_dir)[-1:]}"
-        if code not in (-signal.SIGKILL, EXIT_NO_SPACE):
+        of_store = fault == "failing store" and code == EXIT_FAILED and failed_store(run_dir)
+        if code not in (-signal.SIGKILL, EXIT_NO_SPACE) and not of_store:
             return told, f"attempt {number} ended with {code} after: {fault}"
         if draw.random() < 0.7 and (kind := damaged(draw, [*attempts, *snapshots.left(job)], met)) is not None:
             told.append(kind)
         if draw.random() < 0.5:
             bring_down(snapshots, job, run_dir)
     return told, f"no end after {MOST_ATTEMPTS} attempts"
+
+
+def failed_store(run_dir: Path) -> bool:
+    """Whether the run says what it was, so that its job is retried."""
+    told = events(run_dir, "error")
+    return bool(told) and (told[-1]["failure"], told[-1]["code"]) == ("machine", "storage_failed")
 
 
 def bring_down(snapshots: Snapshots, job: str, run_dir: Path) -> None:
@@ -113,6 +126,32 @@ def prepared(fault: str, draw: random.Random, run_dir: Path) -> Callable[[], Non
                 os.kill(os.getpid(), signal.SIGKILL)
 
             return lambda: threading.Thread(target=wait, daemon=True).start()
+        case "failing store":
+            good, bad = draw.randint(0, 30), draw.choice((1, 2, MANY))
+
+            def fail(event: str, arguments: tuple[Any, ...]) -> None:
+                nonlocal good, bad
+                if not of_checkpoints(event, arguments, run_dir) or bad == 0:
+                    return
+                good -= 1
+                if good < 0:
+                    bad -= 1
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(arguments[0]))
+
+            return lambda: sys.addaudithook(fail)
+        case "slow store":
+            slowest, end = draw.uniform(0.0, 0.1), draw.randint(1, 60)
+            waits = random.Random(draw.random())
+
+            def slow(event: str, arguments: tuple[Any, ...]) -> None:
+                nonlocal end
+                if of_checkpoints(event, arguments, run_dir):
+                    time.sleep(waits.uniform(0.0, slowest))
+                    end -= 1
+                    if end == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            return lambda: sys.addaudithook(slow)
         case _:
             size = draw.choice((2_000, 12_000, 40_000))
 
@@ -121,6 +160,11 @@ def prepared(fault: str, draw: random.Random, run_dir: Path) -> Callable[[], Non
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
             return limit
+
+
+def of_checkpoints(event: str, arguments: tuple[Any, ...], run_dir: Path) -> bool:
+    """Whether it is an operation on a file below the run's checkpoints."""
+    return event in OPERATIONS and str(arguments[0]).startswith(str(run_dir / CHECKPOINTS))
 
 
 def damaged(draw: random.Random, attempts: list[Path], met: set[Path]) -> str | None:

@@ -13,11 +13,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from core.base.files import sha256
 from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.merge import merged_tensors, write_merged
+from core.train.model.load import load_model
 
 
 @contextmanager
@@ -74,6 +76,39 @@ def test_a_model_twice_as_large_as_the_memory_left_is_merged(tmp_path: Path) -> 
     save_file(whole, tmp_path / "plain.safetensors", metadata={"format": "pt"})
     assert sha256(tmp_path / "plain.safetensors") == sha256(tmp_path / "free/model.safetensors")
     assert not [one for one in (tmp_path / "limited").iterdir() if one.name.startswith((".", "shard-"))]
+
+
+def test_fused_experts_are_merged_layer_by_layer(tmp_path: Path) -> None:
+    """transformers undoes its fusing on all weights at once, for which the limit has no room."""
+    config = Qwen2MoeConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=512, moe_intermediate_size=512, num_hidden_layers=6,
+        shared_expert_intermediate_size=512, num_attention_heads=8, num_key_value_heads=8, num_experts=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+    model: Any = get_peft_model(
+        load_model(tmp_path / "base", torch.float32),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False),
+    )
+    base = model.get_base_model()
+    size = 2 * sum(parameter.numel() for parameter in base.parameters())
+
+    def at_once() -> dict[str, torch.Tensor]:
+        whole: dict[str, torch.Tensor] = revert_weight_conversion(
+            base, dict(merged_tensors(base, torch.bfloat16, None))
+        )
+        return whole
+
+    def merge(name: str) -> None:
+        write_merged(model, tmp_path / name, model_dir=tmp_path / "base", dtype=torch.bfloat16)
+
+    assert not fits(size // 2, at_once)
+    assert fits(size // 2, lambda: merge("limited"))
+    merge("free")
+    assert sha256(tmp_path / "free/model.safetensors") == sha256(tmp_path / "limited/model.safetensors")
+    found, whole = load_file(tmp_path / "free/model.safetensors"), at_once()
+    assert found.keys() == whole.keys() == load_file(tmp_path / "base/model.safetensors").keys()
+    assert all(torch.equal(found[name], one) for name, one in whole.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])

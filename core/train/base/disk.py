@@ -15,17 +15,27 @@ from core.spec.run.exit_codes import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_S
 from core.train.base.events import EventWriter, NullEventWriter
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FAILING = {errno.EIO, errno.ESTALE, errno.EREMOTEIO}
+"""A broken disk, or a share whose server does not answer or has forgotten the file."""
 _NATIVE = re.compile(r"\(os error (\d+)\)")
 """How safetensors, which is written in Rust, says it."""
 
 
 def disk_full(error: BaseException) -> bool:
     """No space, a quota used up, or a limit on the size of files."""
-    if isinstance(error, NoSpace):
-        return True
+    return isinstance(error, NoSpace) or _number(error) in _FULL
+
+
+def disk_failing(error: BaseException) -> bool:
+    """The file system could not read or write, for no fault of the run."""
+    return _number(error) in _FAILING
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number of an error."""
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _FULL
-    return (found := _NATIVE.search(str(error))) is not None and int(found[1]) in _FULL
+        return error.errno
+    return None if (found := _NATIVE.search(str(error))) is None else int(found[1])
 
 
 def check_room(folder: Path, needs: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
 
 from core.train.base.shards import SHARD_BYTES, write_shards
 from core.train.memory.streaming.stream import on_device
@@ -46,11 +47,7 @@ def write_merged(
     base = model.get_base_model()
     # Closed also when the writing is broken off (a full disk, a stop), so that no layer stays merged.
     with _returned_when_freed(), closing(merged_tensors(base, dtype, model_dir if original else None)) as tensors:
-        if getattr(base, "_weight_conversions", None):
-            # transformers has renamed or fused what the files hold; it can only undo that on all tensors at once.
-            write_shards(revert_weight_conversion(base, dict(tensors)).items(), folder, between, shard_bytes)
-        else:
-            write_shards(tensors, folder, between, shard_bytes)
+        write_shards(as_in_files(base, tensors), folder, between, shard_bytes)
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -87,26 +84,72 @@ def _returned_when_freed() -> Iterator[None]:
             mallopt(M_MMAP_THRESHOLD, MOST_BYTES)
 
 
+def as_in_files(base: Any, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors by their names and shapes in files: transformers renames or fuses some while it loads them (experts).
+    A tensor waits for those alone that become the same ones of the files."""
+    if not getattr(base, "_weight_conversions", None):
+        yield from tensors
+        return
+    undone = [one.reverse_transform() for one in base._weight_conversions[::-1]]
+    converters = [one for one in undone if isinstance(one, WeightConverter)]
+
+    def group(name: str) -> str:
+        found, pattern = apply_converters(name, converters)
+        return name if pattern is None else found
+
+    left = Counter(group(name) for name in _names(base))
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        key = group(name)
+        waiting.setdefault(key, {})[name] = tensor
+        left[key] -= 1
+        if left[key] == 0:
+            yield from revert_weight_conversion(base, waiting.pop(key)).items()
+    if waiting:
+        raise ValueError(f"{min(waiting)} waits for weights that the model does not have")
+
+
+def _names(base: nn.Module) -> Iterator[str]:
+    """Names of what `merged_tensors` makes."""
+    seen: set[int] = set()
+    for prefix, module in _places(base):
+        match module:
+            case BaseTunerLayer():
+                names = [name for name, _ in _parameters(module.get_base_layer())]
+            case TrainableTokensWrapper():
+                names = ["weight"]
+            case AuxiliaryTrainingWrapper():
+                names = [name for name, _ in _parameters(module.modules_to_save[module.active_adapter])]
+            case _:
+                names = [name for name, _ in _parameters(module, seen)]
+        yield from (f"{prefix}.{name}" if prefix else name for name in names)
+
+
+def _places(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by name, without what is inside of an adapter's layer."""
+    within: str | None = None
+    for prefix, module in base.named_modules():
+        if within is not None and prefix.startswith(within):
+            continue
+        if isinstance(module, BaseTunerLayer | TrainableTokensWrapper | AuxiliaryTrainingWrapper):
+            within = f"{prefix}."
+        yield prefix, module
+
+
 @torch.no_grad()
 def merged_tensors(
     base: nn.Module, dtype: torch.dtype, originals: Path | None
 ) -> Generator[tuple[str, Tensor], None, None]:
     """(name, tensor on the CPU) of every weight, one after the other; a tensor that is tied to another comes once."""
     seen: set[int] = set()
-    adapters: list[str] = []
-    for prefix, module in base.named_modules():
-        if any(prefix.startswith(f"{name}.") for name in adapters[-1:]):
-            continue  # inside of the layer just merged
+    for prefix, module in _places(base):
         match module:
             case BaseTunerLayer():
-                adapters.append(prefix)
                 values = _merged(module, prefix, originals)
             case TrainableTokensWrapper():
-                adapters.append(prefix)
                 weight = with_rows(module)
                 values = iter(() if weight is None else [("weight", weight)])
             case AuxiliaryTrainingWrapper():
-                adapters.append(prefix)
                 values = _parameters(module.modules_to_save[module.active_adapter])
             case QuantLinear():
                 values = _parameters(_dense(module, prefix, originals))
