@@ -569,6 +569,26 @@ NOTICES: dict[str, Code] = {
         "The job asks for something that `stage.sampler: exact` has no form for.",
         "Follow the message, or remove `stage.sampler`; docs/rollouts.md.",
     ),
+    "no_environment": (
+        "A reward or an environment needs the other one, which the job does not have.",
+        "Follow the message; docs/rollouts.md.",
+    ),
+    "environment_with_model": (
+        "Reward models score single answers, and the job has episodes of several turns.",
+        "Remove the reward `model`, or `stage.environment`.",
+    ),
+    "environment_failed": (
+        "The environment of an episode raised, took too long, or returned what is no reply and no reward.",
+        "Mend it, or set `stage.reward_error` to `zero` or `skip`; docs/rollouts.md.",
+    ),
+    "environment_not_rendered": (
+        "The model's chat template has no place for a reply behind an answer.",
+        "Set `stage.environment.role` to `user`, use another template, or prompts of plain text.",
+    ),
+    "replies_cut": (
+        "The environment replied with more than `max_reply_length` tokens, and the rest was left out.",
+        "Say less, or raise `stage.environment.max_reply_length`.",
+    ),
     "fewer_slots": (
         "There was no memory for the answers in the making; fewer are made at the same time.",
         "Nothing; or set `stage.slots` to the number in the message.",

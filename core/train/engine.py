@@ -266,16 +266,18 @@ class Engine:
         prompt_tokens: int = PROMPT_TOKENS,
         decode: Callable[[Sequence[int]], str] | None = None,
         between: Callable[[], None] = lambda: None,
+        most: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Answer each prompt (token ids, not empty) once for each of its keys, `slots` answers at a time.
 
         An answer is a function of the weights, the prompt and its key; the model's own generation_config is ignored, be
         it a repetition penalty, a minimum length or forced tokens. `prompt_tokens`: tokens of one pass over prompts at
         most, padding counted. `decode` makes text of tokens, for stop strings. `between` runs before each pass and may
-        raise to stop.
+        raise to stop. `most`: tokens of an answer to each prompt at most, where that is less than the parameters say.
         """
         stops = Stops(params, decode)
-        why = self.without_slots(max(map(len, prompts)) + params.max_new_tokens)
+        limits = [params.max_new_tokens] * len(prompts) if most is None else most
+        why = self.without_slots(max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)))
         with self.inference() as model:
             if why is None:
                 generator = SlotGenerator(
@@ -288,8 +290,8 @@ class Engine:
                     device=self.device,
                     exact=self.policy.exact,
                 )
-                return generator.complete(prompts, keys, between)
-            return fallback.complete(
+                return generator.complete(prompts, keys, between, limits)
+            found = fallback.complete(
                 model,
                 prompts,
                 keys,
@@ -300,6 +302,7 @@ class Engine:
                 device=self.device,
                 between=between,
             )
+            return [[one.cut(limit) for one in mine] for mine, limit in zip(found, limits, strict=True)]
 
     def generate(
         self,

@@ -166,7 +166,9 @@ def build_rollouts(run: Run, data: RunData, tokenizer: Any, placement: Placement
     if not isinstance(run.spec.stage, RolloutStage):
         return None
     assert data.prompts is not None
-    return RolloutLoader(run, run.spec.stage, data.train, data.prompts, tokenizer, pad_token(tokenizer), placement)
+    return RolloutLoader(
+        run, run.spec.stage, data.train, data.prompts, tokenizer, pad_token(tokenizer), placement, data.options
+    )
 
 
 def evaluator_of(

@@ -22,6 +22,7 @@ from tests.support.grader import grader
 from tests.support.killed import killed
 from tests.support.mixtures import saved
 from tests.support.preferences import judged
+from tests.support.random_kills import ENVIRONMENT_OF_TWO_TURNS
 from tests.support.rewards import margins
 from tests.support.trainer import ENVIRONMENT, events, run, weights, write_rows, write_run
 
@@ -31,6 +32,7 @@ PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backwar
 CONTINUED = "core.train.policy:PolicyModel.continued"
 VALUES = "core.train.policy:PolicyModel.logprobs_and_values"
 TOKEN, REWARD = "core.train.generation.generator:choose", "core.train.rollout.answers:reward_of"
+RESPONSE = "core.train.rollout.turns.episodes:Player.responses"
 GRADED = "core.train.rollout.graders:Graders.values_of"
 SCORED = "core.train.rollout.scorers:Scorer._pass"
 ROLLOUTS = {
@@ -80,6 +82,11 @@ CASES = {
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
         (REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3"),
         stage=ROLLOUTS | {"max_resamples": 2, "sampler": "exact"},
+    ),
+    "grpo with an environment": Case(
+        [{"prompt": f"say a letter, number {n}"} for n in range(ROWS)],
+        (f"{RESPONSE}#2", f"{BACKWARD}#3", f"{TOKEN}#9", f"{RESPONSE}#2"),
+        stage=ROLLOUTS | {"type": "grpo", "max_completion_length": 14, "environment": ENVIRONMENT_OF_TWO_TURNS},
     ),
     "grpo with a grader": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],

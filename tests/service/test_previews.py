@@ -218,7 +218,7 @@ def test_rollouts_are_served_by_step(api: Any) -> None:
     assert [one["completion"] for one in found["data"]] == ["8", "9", "7"]
     assert found["data"][2] == {
         "line": 1, "sample": 2, "prompt": "3 + 4?", "completion": "7", "tokens": 1, "finished": True,
-        "rewards": {"number": 1.0}, "reward": 1.0, "unscored": {}, "advantage": 0.5, "detail": None,
+        "rewards": {"number": 1.0}, "reward": 1.0, "unscored": {}, "advantage": 0.5, "detail": None, "turns": None,
     }  # fmt: skip
     for step in (1, 2):
         first = api.http.get(path, params={"step": step, "limit": 2}).json()

@@ -32,9 +32,14 @@ from core.train.rollout.answers import Answerer
 from core.train.rollout.loader import RolloutLoader, merge_rollouts
 from tests.support.trainer import events, run, weights, write_rows, write_run
 
+ENVIRONMENT_OF_TWO_TURNS: dict[str, Any] = {
+    "type": "python",
+    "source": "def respond(answers):\n    return str(len(answers[0])) if len(answers) < 2 else 1.0",
+    "max_turn_length": 5,
+}
 STAGES: dict[str, dict[str, Any]] = {
     "grpo": {"num_generations": 2, "beta": 0.05, "max_resamples": 1},
-    "rloo": {"num_generations": 2},
+    "rloo": {"num_generations": 2, "max_completion_length": 14, "environment": ENVIRONMENT_OF_TWO_TURNS},
     "ppo": {"num_generations": 1},
 }
 ROLLOUT: dict[str, Any] = {

@@ -22,6 +22,7 @@ from core.train.data.order import BatchOrder
 from core.train.ranks.reduce import buckets
 from tests.support.gang import CODES, AskedAt
 from tests.support.preferences import judged, preferences
+from tests.support.random_kills import ENVIRONMENT_OF_TWO_TURNS
 from tests.support.trainer import ENVIRONMENT, PLAIN, ROOT, chats, events, pairs, run, weights, write_rows, write_run
 
 WEIGHTS, FIGURES = 5e-5, 2e-6
@@ -77,10 +78,13 @@ ROLLOUTS = {
     }
     for name, stage in {
         "grpo": {"beta": 0.05, "max_resamples": 1},
-        "rloo": {"sampler": "exact", "num_iterations": 1},
+        "rloo": {
+            "sampler": "exact", "num_iterations": 1, "max_completion_length": 14,
+            "environment": ENVIRONMENT_OF_TWO_TURNS,
+        },
         "ppo": {"num_generations": 1, "beta": 0.05},
     }.items()
-}
+}  # fmt: skip
 ROLLOUTS["grpo"]["evaluation"] = {"type": "held_out", "eval_steps": 3}
 CASES |= ROLLOUTS
 RESUMED: dict[str, Any] = {

@@ -9,21 +9,28 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from transformers import AutoTokenizer
 
 from core.data.rows import PromptOnly
 from core.errors import DataError, SpecError
 from core.sandbox.sandbox import ProgramSandbox
 from core.spec.axes.data import TaskRows
+from core.spec.axes.rollout.environment import TaskEnvironment
 from core.spec.axes.rollout.reward import RewardArm
 from core.spec.axes.rollout.tasks import TABLE
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_FAILED, EXIT_OK
 from core.spec.run.folder import ROLLOUTS, rollout_file
+from core.train.generation.sampling import Completion
 from core.train.hub.model_cache import ModelCache
 from core.train.recipe import run
+from core.train.render.options import RenderOptions
+from core.train.render.renderer import Renderer
 from core.train.rollout.sandboxed.programs import AnsweredPrompt, AnswerFault, answered, open_sandbox, values_of
 from core.train.rollout.sandboxed.tasks import prepare_task
+from core.train.rollout.turns.episodes import Player
+from core.train.rollout.turns.replies import Replies
 from tests.support.tasks import described
 from tests.support.tools import CACHE, task_tools
 from tests.support.trainer import events, write_rows, write_run
@@ -69,6 +76,37 @@ def asked(line: int, row: dict[str, Any]) -> AnsweredPrompt:
 
 def test_the_table_is_what_the_library_has(sandbox: ProgramSandbox) -> None:
     assert described(sandbox) == json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def test_a_verifier_replies_until_an_answer_is_right(
+    sandbox: ProgramSandbox, cache: ModelCache, tiny_dir: Path
+) -> None:
+    row = rows_of(path_of(cache, type="task", name="chain_sum", size=2, level=0))[0]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+    said = [["<answer>no</answer>", "no"], [f"<answer>{row['reference']}</answer>", "no"]]
+
+    def complete(prompts: Any, keys: Any, most: Any) -> list[Completion]:
+        texts, answers = said.pop(0), len(prompts)
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts][:answers]
+        return [Completion(one, [-1.0] * len(one), True) for one in ids]
+
+    told: list[str] = []
+    player = Player(
+        TaskEnvironment(max_turns=2, feedback="Wrong."), REWARD, sandbox,
+        Replies(Renderer(tokenizer, RenderOptions(row_format="prompt")), "user"), 400,
+        text=tokenizer.decode, notice=lambda code, words: told.append(code), between=lambda: None,
+    )  # fmt: skip
+    one = asked(1, row)
+    right, wrong = player.play([[5], [6]], [[(0, 0)], [(0, 1)]], [one, one], complete)
+    assert [text for _, text in right.turns] == [
+        "<answer>no</answer>",
+        "Wrong.",
+        f"<answer>{row['reference']}</answer>",
+    ]
+    assert right.finished and not wrong.finished and not told
+    assert [who for who, _ in wrong.turns] == ["assistant", "environment", "assistant"]
+    assert "Wrong." in tokenizer.decode([t for t, mine in zip(right.tokens, right.learned, strict=True) if not mine])
+    assert {p for p, mine in zip(right.logprobs, right.learned, strict=True) if not mine} == {0.0}
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ OF_A_STAGE = {
     "rollouts_of_a_stream",
     "no_reference_in_rollouts",
     "exact_sampler",
+    "no_environment",
+    "environment_with_model",
 }
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -257,6 +259,7 @@ GRPO_JOB: dict[str, Any] = {
     "data": {"train": {"type": "file", "id": TRAIN}},
     "stage": {"type": "grpo", "reward": ["exact"]},
 }
+PLAYED = {"type": "python", "source": "def respond():\n    return 1"}
 EXACT = {**GRPO_JOB["stage"], "sampler": "exact"}
 
 
@@ -276,6 +279,15 @@ EXACT = {**GRPO_JOB["stage"], "sampler": "exact"}
         ({"method": "full"}, None),
         ({"stage": EXACT}, None),
         ({"stage": EXACT, "quantization": "none"}, None),
+        ({"stage": {**GRPO_JOB["stage"], "environment": PLAYED}}, None),
+        ({"stage": {"type": "ppo", "reward": ["environment"]}}, "no_environment"),
+        ({"stage": {**GRPO_JOB["stage"], "environment": "task"}}, "no_environment"),
+        ({"stage": {"type": "grpo", "reward": ["task"], "environment": "task"}}, None),
+        ({"stage": {"type": "rloo", "reward": ["task", "environment"], "environment": "task"}}, "no_environment"),
+        (
+            {"stage": {"type": "grpo", "reward": [{"type": "model", "model": "a/b"}], "environment": PLAYED}},
+            "environment_with_model",
+        ),
         ({"stage": EXACT, "method": "qlora"}, "exact_sampler"),
         ({"stage": EXACT, "training": {"precision": "fp8"}}, "exact_sampler"),
         ({"stage": EXACT, "memory": {"stream": "host"}}, "exact_sampler"),

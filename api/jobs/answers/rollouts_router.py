@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
@@ -31,6 +31,7 @@ _ANSWER: dict[str, Any] = {
     "sample": 0,
     "prompt": "user\n3 + 4?\nassistant\n",
     "completion": "7",
+    "turns": None,
     "tokens": 2,
     "finished": True,
     "rewards": {"number": 1.0, "alone": 1.0},
@@ -48,7 +49,7 @@ class AnswerTokens(AttributeDocsModel):
     """The tokens of an answer, and what is known of each. A list is null where its numbers are not computed."""
 
     words: list[str]
-    """Text of each token by itself."""
+    """Text of each token of the model by itself."""
     sampler: list[float]
     """Log-probability of each at the draw."""
     trainer: list[float] | None
@@ -62,6 +63,13 @@ class AnswerTokens(AttributeDocsModel):
     """One per token: with `ppo`; the other stages give all tokens that of their answer."""
 
 
+class RolloutTurn(AttributeDocsModel):
+    """A turn of an episode."""
+
+    role: Literal["assistant", "environment"]
+    content: str
+
+
 class RolloutAnswer(AttributeDocsModel):
     """An answer that the model has sampled, and what it was rewarded with."""
 
@@ -71,8 +79,11 @@ class RolloutAnswer(AttributeDocsModel):
     """Number of the answer among those to its prompt, from 0."""
     prompt: str
     completion: str
+    """The answer; of an episode, everything behind the prompt."""
+    turns: list[RolloutTurn] | None
+    """The turns of an episode with an environment; null where the answer is one turn."""
     tokens: int
-    """Tokens of the answer."""
+    """Tokens of the answer, those of an environment aside."""
     finished: bool
     """The answer ended by itself, before `max_completion_length`."""
     rewards: dict[str, float]
@@ -147,7 +158,12 @@ def job_rollouts(
         answers = answers[: len(details)]
     empty = dict.fromkeys(AnswerTokens.model_fields)
     filled = [
-        {"unscored": {}, **one, "detail": empty | details[at] if details else None}  # older files have less
+        {
+            "unscored": {},
+            "turns": None,
+            **one,
+            "detail": empty | details[at] if details else None,
+        }  # older files have less
         for at, one in enumerate(answers)
     ]
     told = None if newest is None else newest * each + 1

@@ -13,7 +13,9 @@ from core.spec.axes.evaluation.generation import NoGeneration
 from core.spec.axes.export import GGUF, LMEval, PackedExport, VLLMAdapter
 from core.spec.axes.method import OFT, Adapter, Full, LowRank
 from core.spec.axes.quantization import NoQuantization
-from core.spec.axes.rollout.stages import RolloutStage
+from core.spec.axes.rollout.environment import PythonEnvironment, TaskEnvironment
+from core.spec.axes.rollout.reward import EnvironmentReward, ModelReward, TaskReward
+from core.spec.axes.rollout.stages import GroupStage, RolloutStage
 from core.spec.axes.runtime import HeldOut, NoSamples
 from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, SimPO
 from core.spec.job import JobSpec
@@ -151,6 +153,7 @@ def _faults_of_rollouts(spec: JobSpec, stage: RolloutStage) -> Iterator[Fault]:
         yield Fault(
             "rollouts_of_a_stream", "prompts are few and short, and are read at once; remove `data.streaming`", "data"
         )
+    yield from _faults_of_episodes(stage)
     if stage.sampler == "exact":
         yield from _faults_of_exact_sampler(spec)
     if stage.beta and (isinstance(spec.method, Full) or adapter_of(spec) == "continue"):
@@ -159,6 +162,32 @@ def _faults_of_rollouts(spec: JobSpec, stage: RolloutStage) -> Iterator[Fault]:
             "the divergence from the starting model needs that model beside the trained one, which only a new adapter "
             "has; set `stage.beta` to 0, or train a new adapter (`model.adapter: merge`)",
             "stage.beta",
+        )
+
+
+def _faults_of_episodes(stage: RolloutStage) -> Iterator[Fault]:
+    """Rewards and an environment that do not go together."""
+    environment = stage.environment if isinstance(stage, GroupStage) else None
+    if not isinstance(environment, PythonEnvironment) and any(isinstance(r, EnvironmentReward) for r in stage.reward):
+        yield Fault(
+            "no_environment",
+            "the reward `environment` is what an environment of type `python` says; set `stage.environment`, which "
+            "grpo and rloo have, or remove the reward",
+            "stage.reward",
+        )
+    if isinstance(environment, TaskEnvironment) and not any(isinstance(r, TaskReward) for r in stage.reward):
+        yield Fault(
+            "no_environment",
+            "the environment `task` replies with what the reward `task` finds; add that reward, or remove "
+            "`stage.environment`",
+            "stage.environment",
+        )
+    if environment is not None and any(isinstance(r, ModelReward) for r in stage.reward):
+        yield Fault(
+            "environment_with_model",
+            "a reward model scores one answer to a prompt, not an episode; remove the reward `model` or "
+            "`stage.environment`",
+            "stage.reward",
         )
 
 

@@ -81,6 +81,8 @@ class _Last:
 class _Answer:
     prompt: int
     key: Key
+    most: int
+    """Tokens at most."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
@@ -119,13 +121,18 @@ class SlotGenerator:
         """Passes over one token of each slot."""
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[Key]], between: Callable[[], None]
+        self,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[Sequence[Key]],
+        between: Callable[[], None],
+        most: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        """Answer each prompt as often as it has keys. NoSlotForm, and whatever `between` raises, which is called before
-        each pass."""
-        answers = [[_Answer(at, key) for key in mine] for at, mine in enumerate(keys)]
+        """Answer each prompt as often as it has keys. `most`: tokens of an answer to each prompt at most; None: those
+        of the parameters. NoSlotForm, and whatever `between` raises, which is called before each pass."""
+        limits = [self.params.max_new_tokens] * len(prompts) if most is None else most
+        answers = [[_Answer(at, key, limits[at]) for key in mine] for at, mine in enumerate(keys)]
         waiting = deque(answer for mine in answers for answer in mine)
-        room = max(map(len, prompts)) + self.params.max_new_tokens
+        room = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         slots = min(self.slots, len(waiting))
         if self.exact is None:
             cache = SlotCache(slots, room)
@@ -255,5 +262,5 @@ class SlotGenerator:
     def _release(self, owner: list[_Answer | None], slot: int) -> None:
         answer = owner[slot]
         assert answer is not None
-        if answer.finished or len(answer.tokens) >= self.params.max_new_tokens:
+        if answer.finished or len(answer.tokens) >= answer.most:
             owner[slot] = None

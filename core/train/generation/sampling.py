@@ -61,6 +61,12 @@ class Completion:
     likeliest: list[Likeliest] = field(default_factory=list)
     """In the place of each token, at the temperature of its log-probability."""
 
+    def cut(self, most: int) -> Completion:
+        """The answer as it would be with so many tokens at most."""
+        if len(self.tokens) <= most:
+            return self
+        return Completion(self.tokens[:most], self.logprobs[:most], False, self.likeliest[:most])
+
 
 class Stops:
     """Decides where an answer ends."""

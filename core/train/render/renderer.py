@@ -235,6 +235,11 @@ class Renderer:
                 asked_for = (Message("user", text),) if self.has_template else text
                 return self.render_prompt(PromptOnly(asked_for), line)
 
+    def render_text(self, text: str) -> list[int]:
+        """Tokens of a text by itself; control tokens in it are plain text."""
+        (ids,) = self._plain.pieces([text], 0, inert=True)
+        return ids
+
     def asked_text(self, text: str) -> str:
         """The whole text that the tuned model is given for this prompt, control tokens included."""
         return str(self.tokenizer.decode(self.render_asked(text, 0).ids, clean_up_tokenization_spaces=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,14 @@ class Rollout:
     advantages: list[float]
     token_values: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """Numbers of each token of all answers, end to end: `sampler`, `old`, `reference`; for PPO `value`, `return`,
-    `advantage` too."""
+    `advantage` too. 0 of tokens of an environment."""
     draws: list[int] = field(default_factory=list)
     """How often the group of each prompt was drawn; empty where none is drawn twice."""
+    learned: list[list[int]] = field(default_factory=list)
+    """1 of each token of an answer that is the model's, 0 of those that its environment said; empty where none said
+    anything."""
+    turns: list[list[tuple[str, str]]] = field(default_factory=list)
+    """(who, text) of each answer, for people; empty where there is no environment, and in a checkpoint."""
 
     @property
     def group(self) -> int:
@@ -47,6 +53,16 @@ class Rollout:
     def compared(self) -> int:
         """Answers that are looked at together: those to a prompt, or all where each prompt has one."""
         return self.group if self.group > 1 else len(self.answers)
+
+    def mask(self, number: int) -> npt.NDArray[np.bool_]:
+        """Which tokens of an answer are the model's."""
+        if not self.learned:
+            return np.ones(len(self.answers[number]), dtype=np.bool_)
+        return np.asarray(self.learned[number], dtype=np.bool_)
+
+    def lengths(self) -> list[int]:
+        """Tokens of the model in each answer."""
+        return [sum(one) for one in self.learned] if self.learned else [len(one) for one in self.answers]
 
     def answer_sums(self, values: npt.NDArray[np.float32]) -> list[float]:
         """Sums of numbers of tokens over each answer, float32."""
@@ -61,14 +77,14 @@ class Rollout:
     def dataset(self) -> TokenDataset:
         """Prompt and answer of each, the answer's tokens as labels."""
         ids: list[int] = []
-        learned: list[bool] = []
+        learned: list[npt.NDArray[np.bool_]] = []
         ends: list[int] = []
         values: dict[str, list[npt.NDArray[np.float32]]] = {name: [] for name in self.token_values}
         at = 0
         for number, answer in enumerate(self.answers):
             prompt = self.prompts[number // self.group]
             ids += [*prompt, *answer]
-            learned += [False] * len(prompt) + [True] * len(answer)
+            learned += [np.zeros(len(prompt), np.bool_), self.mask(number)]
             ends.append(len(ids))
             for name, parts in values.items():
                 parts += [np.zeros(len(prompt), np.float32), self.token_values[name][at : at + len(answer)]]
@@ -76,7 +92,7 @@ class Rollout:
         stops = np.asarray(ends, dtype=np.int64)
         found = TokenDataset(
             np.asarray(ids, dtype=np.int32),
-            np.asarray(learned, dtype=np.bool_),
+            np.concatenate(learned),
             np.concatenate([np.zeros(1, dtype=np.int64), stops])[:-1],
             stops,
             np.arange(len(stops), dtype=np.int64),
@@ -89,7 +105,7 @@ class Rollout:
     def figures(self, most: int) -> dict[str, float]:
         """What is told of it. `most`: tokens of an answer at most."""
         groups = np.asarray(self.total, dtype=np.float64).reshape(-1, self.compared)
-        lengths = [len(answer) for answer in self.answers]
+        lengths = self.lengths()
         found = {
             "reward": float(groups.mean()),
             "reward_std": float(groups.std(axis=1, ddof=min(1, groups.shape[1] - 1)).mean()),
@@ -101,6 +117,9 @@ class Rollout:
         if self.draws:
             found["frac_groups_resampled"] = float(np.mean([draws > 1 for draws in self.draws]))
             found["draws_per_group"] = float(np.mean(self.draws))
+        if self.learned:
+            said = [sum(1 for one in pairwise([0, *mask]) if one == (0, 1)) for mask in self.learned]
+            found |= {"turns/mean": float(np.mean(said)), "turns/max": float(max(said))}
         return found | {
             "completions/mean_length": float(np.mean(lengths)),
             "completions/max_length": float(max(lengths)),
@@ -120,6 +139,7 @@ class Rollout:
             "total": self.total,
             "advantages": self.advantages,
             "draws": self.draws,
+            "learned": _lists(self.learned),
             "token_values": {name: _text(values) for name, values in self.token_values.items()},
         }
 
@@ -136,6 +156,7 @@ class Rollout:
             total=state["total"],
             advantages=state["advantages"],
             draws=state.get("draws", []),
+            learned=_from_lists(state["learned"]) if "learned" in state else [],
             token_values={name: _array(text, np.float32) for name, text in state["token_values"].items()},
         )
 

@@ -15,10 +15,10 @@ from core.train.data.dataset import TokenDataset
 from core.train.evaluation.held_out import Found, Share
 from core.train.evaluation.samples import Answering, Sample, Sampler, shown, spread
 from core.train.feed import RunData
-from core.train.generation.sampling import Completion, Key
+from core.train.generation.sampling import Key
 from core.train.rollout.answers import Answerer
-from core.train.rollout.rewards import columns_of
 from core.train.rollout.sandboxed.programs import answered
+from core.train.rollout.turns.episodes import Episode
 from core.train.run import Run
 from core.train.stage import Totals
 
@@ -55,16 +55,16 @@ class RewardEvaluator:
         count = stage.num_generations_eval
         prompts = [self.prompts[row][0].tolist() for row in rows]
         keys: list[list[Key]] = [[(self.seed, EVALUATION, row, sample) for sample in range(count)] for row in rows]
-        answers = answerer.sample(prompts, keys, stage.eval_temperature)
         asked = [
             answered(int(self.prompts.lines[row]), answerer.text(prompt), self.rows[row])
             for row, prompt in zip(rows, prompts, strict=True)
         ]
+        answers = answerer.sample(prompts, keys, asked, stage.eval_temperature)
         judged = answerer.judge(answers, [one for one in asked for _ in range(count)])
         sums = {
             "answers": float(len(answers)),
             "reward": float(np.sum(judged.total)),
-            "tokens": float(sum(len(answer.tokens) for answer in answers)),
+            "tokens": float(sum(sum(answer.learned) for answer in answers)),
             "cut_off": float(sum(not answer.finished for answer in answers)),
             **{f"rewards/{name}": float(np.sum(values)) for name, values in judged.rewards.items()},
         }
@@ -93,14 +93,14 @@ class RewardEvaluator:
         }
         return Found(figures, [samples[at] for at in sorted(samples)], [])
 
-    def _sample(self, row: int, prompt: Sequence[int], answer: Completion) -> Sample:
+    def _sample(self, row: int, prompt: Sequence[int], answer: Episode) -> Sample:
         reference = self.rows[row].reference
         return {
             "row": row,
             "prompt": shown(self.answerer.text(prompt), end=True),
             "reference": None if reference is None else shown(str(reference)),
             "completion": self.answerer.text(answer.tokens),
-            "new_tokens": len(answer.tokens),
+            "new_tokens": sum(answer.learned),
             "finished": answer.finished,
         }
 
@@ -113,7 +113,7 @@ def build_reward_evaluator(run: Run, answerer: Answerer, data: RunData) -> Rewar
         return None
     if data.eval is None or data.eval_prompts is None:
         raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
-    answerer.refuse_unreadable(data.eval.lines.tolist(), [columns_of(row) for row in data.eval_prompts])
+    answerer.refuse_unreadable(data.eval.lines.tolist(), data.eval_prompts)
     wanted, rows = spec.samples, frozenset[int]()
     if isinstance(wanted, Generated):
         rows = frozenset(spread(wanted.rows, len(data.eval)))

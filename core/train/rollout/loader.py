@@ -34,14 +34,15 @@ from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import StepBatches
 from core.train.data.order import build_order, dealt_evenly
-from core.train.generation.sampling import Completion, Key
+from core.train.generation.sampling import Key
 from core.train.model.placement import Placement
 from core.train.policy import PolicyModel
+from core.train.render.options import RenderOptions
 from core.train.rollout.answers import Answerer, Judged, together
 from core.train.rollout.buffer import Rollout, advantages_of, leave_one_out, spread_groups
 from core.train.rollout.estimation import estimate, explained_variance
-from core.train.rollout.rewards import columns_of
 from core.train.rollout.sandboxed.programs import answered
+from core.train.rollout.turns.episodes import Episode
 from core.train.run import Run
 from core.train.stages.rollout.sampled import FIGURE
 
@@ -69,13 +70,13 @@ class RolloutLoader:
         tokenizer: Any,
         pad_token_id: int,
         placement: Placement,
+        options: RenderOptions,
     ) -> None:
-        """`rows`: the row of each prompt. Raises as Answerer."""
+        """`rows`: the row of each prompt; `options`: how it was rendered. Raises as Answerer."""
         self.run, self.stage, self.prompts, self.rows = run, stage, prompts, rows
-        columns = [columns_of(row) for row in rows]
         self.pad_token_id = pad_token_id
-        self.answerer = Answerer(run, stage, tokenizer, placement)
-        self.answerer.refuse_unreadable(prompts.lines.tolist(), columns)
+        self.answerer = Answerer(run, stage, tokenizer, placement, options)
+        self.answerer.refuse_unreadable(prompts.lines.tolist(), rows)
         self.batch_size = self._saved_batch_size = run.spec.training.per_device_train_batch_size
         self.order = build_order(run.spec, prompts.lengths)
         self.prompts_once = False
@@ -104,7 +105,7 @@ class RolloutLoader:
 
     def _batches(self, rollout: Rollout, dataset: TokenDataset) -> StepBatches:
         totals: dict[str, float] = {
-            "tokens": sum(len(answer) for answer in rollout.answers),
+            "tokens": sum(rollout.lengths()),
             "answers": len(rollout.answers),
         }
         totals |= {FIGURE + name: value for name, value in rollout.figures(self.stage.max_completion_length).items()}
@@ -187,6 +188,9 @@ class RolloutLoader:
             {"sampler": np.asarray([p for answer in answers for p in answer.logprobs], dtype=np.float32)},
             draws,
         )
+        if self.answerer.player is not None:
+            rollout.learned = [list(map(int, answer.learned)) for answer in answers]
+            rollout.turns = [answer.turns for answer in answers]
         if isinstance(stage, PPOStage):
             old, value = self._of_tokens(rollout, self._with_values, count=2)
             rollout.token_values |= {"old": old, "value": value}
@@ -201,12 +205,12 @@ class RolloutLoader:
         self._tell(rollout)
         return rollout
 
-    def _shared(self, number: int, rows: Sequence[int]) -> tuple[list[Completion], Judged, list[int]]:
+    def _shared(self, number: int, rows: Sequence[int]) -> tuple[list[Episode], Judged, list[int]]:
         """Draw and reward this rank's share of the answers to the prompts of these rows; those of all ranks, and how
         often each group was drawn. Collective. StopRequested, on all ranks."""
         ranks, stage = self.run.ranks, self.stage
         mine = rows[ranks.rank :: ranks.world]
-        share: tuple[list[Completion], Judged, list[int]] | None = None
+        share: tuple[list[Episode], Judged, list[int]] | None = None
         with suppress(StopRequested):
             answers, judged = self._drawn(number, mine, draw=0)
             draws: list[int] = []
@@ -222,7 +226,7 @@ class RolloutLoader:
         self.answerer.slots = min(ranks.all_gather(self.answerer.slots))
         return together(ranks, share, len(rows), stage.num_generations)
 
-    def _drawn(self, number: int, rows: Sequence[int], *, draw: int) -> tuple[list[Completion], Judged]:
+    def _drawn(self, number: int, rows: Sequence[int], *, draw: int) -> tuple[list[Episode], Judged]:
         """Answers to the prompts of these rows, side by side, and their rewards. StopRequested."""
         if not rows:
             return [], Judged({name: [] for name in names_of(self.stage.reward)}, [], {})
@@ -231,16 +235,14 @@ class RolloutLoader:
         keys: list[list[Key]] = [
             [(self.run.spec.training.seed, number, row, draw * each + sample) for sample in range(each)] for row in rows
         ]
-        answers = self.answerer.sample(prompts, keys, self.stage.temperature)
         asked = [
             answered(int(self.prompts.lines[row]), self.answerer.text(prompt), self.rows[row])
             for row, prompt in zip(rows, prompts, strict=True)
         ]
+        answers = self.answerer.sample(prompts, keys, asked, self.stage.temperature)
         return answers, self.answerer.judge(answers, [one for one in asked for _ in range(each)])
 
-    def _redraw(
-        self, number: int, rows: Sequence[int], answers: list[Completion], judged: Judged, most: int
-    ) -> list[int]:
+    def _redraw(self, number: int, rows: Sequence[int], answers: list[Episode], judged: Judged, most: int) -> list[int]:
         """Draw groups without a difference anew, at most so often, and put those with one in their places; how often
         each group was drawn. StopRequested."""
         each, draws = self.stage.num_generations, [1] * len(rows)
@@ -269,8 +271,7 @@ class RolloutLoader:
         the kernels and batches of training; 0 of the others. `start` makes a context in which the model is the
         reference. Collective. StopRequested, on all ranks."""
         ranks, stopped = self.run.ranks, True
-        lengths = [len(answer) for answer in rollout.answers]
-        ends = np.cumsum(lengths)
+        lengths, ends = rollout.lengths(), np.cumsum([len(answer) for answer in rollout.answers])
         found: list[npt.NDArray[np.float32]] = [np.zeros(int(ends[-1]), dtype=np.float32) for _ in range(count)]
         dataset = rollout.dataset()
         with suppress(StopRequested), start():
@@ -282,7 +283,7 @@ class RolloutLoader:
                 for into, numbers in zip(found, values, strict=True):
                     parts = torch.split(numbers.cpu(), [lengths[row] for row in rows])
                     for row, part in zip(rows, parts, strict=True):
-                        into[ends[row] - lengths[row] : ends[row]] = part.numpy()
+                        into[ends[row] - len(rollout.answers[row]) : ends[row]][rollout.mask(row)] = part.numpy()
             stopped = False
         if ranks.any_rank(stopped):
             raise StopRequested
@@ -304,9 +305,10 @@ class RolloutLoader:
         folder = self.run.folder / ROLLOUTS
         folder.mkdir(exist_ok=True)
         path = folder / rollout_file(rollout.number)
-        lines = []
+        lines, lengths = [], rollout.lengths()
         for at, tokens in enumerate(rollout.answers):
             prompt = at // rollout.group
+            turns = [{"role": who, "content": text} for who, text in rollout.turns[at]] if rollout.turns else None
             lines.append(
                 {
                     "rollout": rollout.number,
@@ -315,7 +317,8 @@ class RolloutLoader:
                     "sample": at % rollout.group,
                     "prompt": self.answerer.text(rollout.prompts[prompt]),
                     "completion": self.answerer.text(tokens),
-                    "tokens": len(tokens),
+                    "turns": turns,
+                    "tokens": lengths[at],
                     "finished": rollout.finished[at],
                     "rewards": {name: values[at] for name, values in rollout.rewards.items()},
                     "reward": rollout.total[at],
@@ -327,18 +330,19 @@ class RolloutLoader:
         _write(path, lines)
 
     def _tokens(self, rollout: Rollout) -> Iterator[dict[str, Any]]:
-        """Return the texts of the tokens of each answer, and what is known of each."""
+        """Return the texts of the model's tokens of each answer, and what is known of each."""
         known = {TOLD[name]: values for name, values in rollout.token_values.items() if name in TOLD}
         trained = set(self._rows(rollout))
         word = cache(self.answerer.word)
         end = 0
         for at, tokens in enumerate(rollout.answers):
             start, end = end, end + len(tokens)
+            mine = np.flatnonzero(rollout.mask(at))
             # of an answer that is not trained on only the draw is known
             names = [name for name in known if at in trained or name == TOLD["sampler"]]
             yield {
-                "words": [word(token) for token in tokens],
-                **{name: [round(float(value), 6) for value in known[name][start:end]] for name in names},
+                "words": [word(tokens[place]) for place in mine],
+                **{name: [round(float(value), 6) for value in known[name][start:end][mine]] for name in names},
             }
 
     def _tell(self, rollout: Rollout) -> None:

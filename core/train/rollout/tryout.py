@@ -60,7 +60,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     finished = [end for one in rollouts for end in one.finished]
     groups = sum(len(one.prompts) for one in rollouts)
     alike = groups - sum(len(one.varied()) // one.group for one in rollouts)
-    lengths = [len(answer) for answer in answers]
+    lengths = [length for one in rollouts for length in one.lengths()]
     asked = [len(prompt) for one in rollouts for prompt in one.prompts]
     names = rollouts[0].rewards
     return {
@@ -81,7 +81,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def _step(rollouts: Sequence[Rollout], seconds: Sequence[float]) -> dict[str, Any]:
     """What one of the training's first steps takes, as a mean."""
-    tokens = [sum(map(len, one.answers)) for one in rollouts]
+    tokens = [sum(one.lengths()) for one in rollouts]
     return {
         "prompts": len(rollouts[0].prompts),
         "answers": len(rollouts[0].answers),

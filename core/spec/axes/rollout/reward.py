@@ -263,6 +263,12 @@ class ModelReward(RewardTerm):
         return self
 
 
+class EnvironmentReward(RewardTerm):
+    """What `stage.environment` of type `python` said that the episode is worth; 0 where it said nothing."""
+
+    type: Literal["environment"] = "environment"
+
+
 def wrong_schema(document: dict[str, Any]) -> str | None:
     """Why an object is no JSON Schema; None: it is one."""
     from jsonschema import Draft202012Validator, SchemaError  # takes longer to import than all arms together
@@ -291,7 +297,8 @@ RewardArm = Annotated[
     | MathReward
     | TaskReward
     | HttpReward
-    | ModelReward,
+    | ModelReward
+    | EnvironmentReward,
     Field(discriminator="type"),
     short_form(by_type),
 ]

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from core.spec.axes.data import RowFormat
+from core.spec.axes.rollout.environment import EnvironmentArm
 from core.spec.axes.rollout.reward import RewardError, Rewards
 from core.spec.base import SpecModel
 
@@ -63,6 +64,9 @@ class RolloutStage(SpecModel):
 class GroupStage(RolloutStage):
     """Common fields of the stages that compare the answers to a prompt; not an arm."""
 
+    environment: EnvironmentArm | None = None
+    """What replies to the model's answers, for episodes of several turns (docs/rollouts.md). Rewards read the model's
+    last turn. Default: an answer is one turn."""
     max_resamples: Annotated[int, Field(ge=0, le=100)] = 0
     """Times at most that a group whose answers all have the same reward is drawn anew, since nothing is learned from
     it. It stays as it is where no draw makes a difference."""

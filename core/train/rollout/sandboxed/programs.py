@@ -184,8 +184,11 @@ def _expected(reward: MathReward, columns: Columns) -> str:
     return str(columns[reward.column])
 
 
-def open_sandbox(rewards: Sequence[RewardArm], cache_dir: Path | None) -> ProgramSandbox | None:
-    """The sandbox for these rewards; None where none of them needs one. NoSandbox, ToolsMissing."""
+def open_sandbox(
+    rewards: Sequence[RewardArm], cache_dir: Path | None, *, always: bool = False
+) -> ProgramSandbox | None:
+    """The sandbox for these rewards; None where none of them needs one, unless it is to be there `always`. NoSandbox,
+    ToolsMissing."""
     parts: list[ProgramLimits] = []
     if any(isinstance(reward, MathReward) for reward in rewards):
         folder = str(_installed("math", "math-verify", cache_dir).folder.resolve())
@@ -195,7 +198,8 @@ def open_sandbox(rewards: Sequence[RewardArm], cache_dir: Path | None) -> Progra
     if parts:
         folders = tuple(folder for part in parts for folder in part.folders)
         return ProgramSandbox(ProgramLimits(folders=folders, prelude="\n".join(part.prelude for part in parts)))
-    return ProgramSandbox() if any(isinstance(reward, ProgramReward) for reward in rewards) else None
+    needed = always or any(isinstance(reward, ProgramReward) for reward in rewards)
+    return ProgramSandbox() if needed else None
 
 
 def _installed(tools: ToolSet, name: str, cache_dir: Path | None) -> Tools:
