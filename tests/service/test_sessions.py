@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from eft.errors import ApiError, OperationFailed
@@ -144,6 +146,32 @@ def test_sessions_of_one_base_share_a_process_and_its_end(service: Service, mode
     for name in names:
         assert all(np.array_equal(one, two) for one, two in zip(found[name], expected[name], strict=True)), name
     stack.close()
+    client.close()
+
+
+def test_a_client_that_vanishes_leaves_what_others_can_use(service: Service, models: Path) -> None:
+    """It goes in the middle of an operation, whose number others do not know: the operation is computed once, a second
+    client goes on with numbers far beyond, and the session is parked."""
+    client = Client(service.note()["url"], service.key, patience=120)
+    spec = {"precision": "fp32", "resources": {"accelerator": "cpu"}, "idle_seconds": 2.0}
+    with client.session(model=str(models / "tiny"), method=METHOD, **spec) as session:
+        path = f"/sessions/{session.id}/operations"
+        body = {"op": "forward_backward", "model": "default"}
+        sent = json.dumps(operation(7, operation=body)).encode()
+        url, position = httpx.URL(service.note()["url"]), int(session.status()["operations"]) + 1
+        with socket.create_connection((url.host, url.port)) as gone:
+            head = f"POST {path}?wait=30 HTTP/1.1\r\nHost: {url.host}\r\nContent-Type: application/json\r\n"
+            head += f"Authorization: Bearer {service.key}\r\nContent-Length: {len(sent)}\r\n\r\n"
+            gone.sendall(head.encode() + sent)
+            wait_for(lambda: service.client.get(f"{path}/{position}").status_code == 200, 60, "it to be accepted")
+        asked = operation(900, operation=body | {"op": "forward"})
+        other = service.client.post(path, params={"wait": 30}, json=asked).json()
+        assert other["status"] == "done" and other["position"] == position + 1
+        first = service.client.get(f"{path}/{position}").json()
+        assert first["status"] == "done" and first["result"]["micro_steps"] == 1
+        assert service.client.post(path, json=operation(7, operation=body)).json()["position"] == position
+        wait_for(lambda: session.status()["status"] == "parked", 60, "the session to be parked")
+        assert session.step(0.01).values["steps"] == 1, "the window was kept"
     client.close()
 
 
