@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
-from api.app import create_app
+from api.app import ROUTERS, create_app
+from api.deps import query_parameters
 from api.jobs.schemas import SPEC_LONG, SPEC_SHORT, SPEC_YAML
 from core.jobs.policies import nodes
 from core.settings import Settings
@@ -205,3 +207,15 @@ def test_what_is_answered_is_documented(document: dict[str, Any]) -> None:
     assert "400" in paths["/webhooks/{webhook_id}/deliveries"]["get"]["responses"]
     for path in ("/healthz", "/readyz", "/version"):
         assert "429" in paths[path]["get"]["responses"], path
+
+
+def test_the_parameters_that_a_route_takes_are_those_of_the_document(document: dict[str, Any]) -> None:
+    seen = 0
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    for route in (route for route in routes if route.include_in_schema):
+        for method in sorted(route.methods or ()):
+            operation = document["paths"][route.path_format][method.lower()]
+            told = [one["name"] for one in operation.get("parameters", []) if one["in"] == "query"]
+            assert query_parameters(route) == told, f"{method} {route.path}"
+            seen += len(told)
+    assert seen > 50
