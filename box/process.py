@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from box.fork_server import ForkServer
+from core.base.forks import Forked
 from core.base.process import die_with_parent
 
 
@@ -36,7 +38,10 @@ class ManagedProcess:
     inherit: tuple[int, ...] = ()
     """Descriptors it keeps open: a lock lasts as long as any process holds one."""
 
-    process: subprocess.Popen[bytes] | None = None
+    forks: ForkServer | None = None
+    """What forks it, where its command is `python -m MODULE` and that is there."""
+
+    process: subprocess.Popen[bytes] | Forked | None = None
     began: float = 0.0
     failures: int = 0
     """Ends soon after a start, in a row."""
@@ -46,7 +51,7 @@ class ManagedProcess:
     def start(self) -> None:
         self._log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self.process = subprocess.Popen(
+            self.process = self._fork() or subprocess.Popen(
                 list(self.command),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -60,6 +65,12 @@ class ManagedProcess:
         finally:
             os.close(self._log)
         self.began = time.monotonic()
+
+    def _fork(self) -> Forked | None:
+        if self.forks is None:
+            return None
+        module, *arguments = self.command[2:]
+        return self.forks.fork(module, arguments, self.environment, self._log, self.inherit)
 
     @property
     def pid(self) -> int | None:

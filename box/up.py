@@ -26,6 +26,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from box import broker, member_environment, ports
+from box.fork_server import ForkServer
 from box.instance import AlreadyRunning, Instance
 from box.process import ManagedProcess
 from core import HOME, __version__, command, health, logfile, private
@@ -70,6 +71,7 @@ class Supervisor:
         self._start_name = secrets.token_hex(8)
         """What the API that is started here says of itself."""
         self.members: list[ManagedProcess] = []
+        self._forks: ForkServer | None = None
         self._log_look = 0.0
         self._soon = math.inf
         self._since = 0.0
@@ -83,9 +85,11 @@ class Supervisor:
             signal.signal(number, self._stop_signal)
         try:
             self._database()
-            key = self._first_key()
+            self._forks = ForkServer(member_environment.of("api", self.environment), self._log_path("fork-server"))
             if not self.settings.broker_url:
                 self._start_broker()
+            self._forks.await_ready(lambda: self.stops > 0)
+            key = self._first_key()
             self._start("api", "api")
             self._start("worker", "worker")
             if self._wait_until_ready():
@@ -123,21 +127,31 @@ class Supervisor:
     def _first_key(self) -> str | None:
         """The key to show: made now, or made by a start that ended before it could show it."""
         path = self.key_file or self.layout.root / "first.key"
-        command = ["-m", "api.auth.keys", "create", "--project", "default", "--user", "admin", "--name", "first"]
-        made = subprocess.run(
-            [sys.executable, *command, "--if-none", str(path)],
-            cwd=HOME,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if made.returncode != 0:
-            raise GivesUp(f"no API key could be made:\n{made.stderr.strip()}")
-        if made.stdout.strip():
-            return made.stdout.strip()
+        arguments = ["create", "--project", "default", "--user", "admin", "--name", "first", "--if-none", str(path)]
+        code, said = self._run("api.auth.keys", arguments)
+        if code != 0:
+            raise GivesUp(f"no API key could be made:\n{said.strip()}")
         return path.read_text().strip() if self.key_file is None and path.exists() else None
+
+    def _run(self, module: str, arguments: list[str]) -> tuple[int, str]:
+        """Exit status and output of a program of the API's that ends by itself."""
+        environment = member_environment.of("api", self.environment)
+        reader, writer = os.pipe()
+        with os.fdopen(reader, encoding="utf-8", errors="replace") as output:
+            try:
+                forked = self._forks and self._forks.fork(module, arguments, environment, writer, ())
+                program = forked or subprocess.Popen(
+                    [sys.executable, "-m", module, *arguments],
+                    cwd=HOME,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=writer,
+                    stderr=writer,
+                )
+            finally:
+                os.close(writer)
+            said = output.read()
+        return program.wait(), said
 
     def _start_broker(self) -> None:
         data, path = self.layout.root / "broker", self.settings.broker_socket
@@ -164,7 +178,8 @@ class Supervisor:
             # It looks after that file itself (core/logfile.py); until it does, its output goes there all the same.
             own = {"EFT_LOG_FILE": str(path), health.START_VARIABLE: self._start_name}
             environment = member_environment.of(name, self.environment) | own
-            self._add(ManagedProcess(name, [sys.executable, "-m", module], environment, HOME, path))
+            command = [sys.executable, "-m", module]
+            self._add(ManagedProcess(name, command, environment, HOME, path, forks=self._forks))
 
     def _add(self, member: ManagedProcess) -> None:
         member.inherit = (self.instance.descriptor,)
@@ -282,6 +297,8 @@ class Supervisor:
             for member in self.members:
                 if member.name == name:
                     self._end(member, grace)
+        if self._forks is not None:
+            self._forks.stop()
         self.instance.forget()
 
     def _end(self, member: ManagedProcess, grace: float) -> None:

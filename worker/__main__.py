@@ -1,12 +1,15 @@
-"""`python -m worker [--gpus 0,1] [--slots 2]`: serve this box. Becomes `celery -A worker.app worker`, as its node."""
+"""`python -m worker [--gpus 0,1] [--slots 2]`: serve this box. Runs `celery -A worker.app worker` as its node."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import runpy
 import sys
 
 from core import private
+from core.base.collector import importing
 
 
 def main() -> None:
@@ -23,9 +26,12 @@ def main() -> None:
 
     from core.settings import settings
 
-    celery = ["-m", "celery", "--quiet", "-A", "worker.app", "worker"]
     flags = ["--hostname", f"eft@{settings().node}", "--loglevel", arguments.log_level]
-    os.execv(sys.executable, [sys.executable, *celery, *flags])  # noqa: S606
+    with importing():
+        for name in ("celery.bin.celery", "celery.apps.worker", "worker.agent.agent"):  # most of what it imports
+            importlib.import_module(name)
+    sys.argv = ["celery", "--quiet", "-A", "worker.app", "worker", *flags]
+    runpy.run_module("celery", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,12 @@ def test_ready_means_ready(service: Service) -> None:
     assert stat.S_IMODE((service.data / "up.json").stat().st_mode) == 0o600
     assert stat.S_IMODE((service.folder / "key").stat().st_mode) == 0o600
     assert stat.S_IMODE(service.data.stat().st_mode) == 0o700
+    for name in ("api", "worker"):
+        command = Path(f"/proc/{note['pids'][name]}/cmdline").read_bytes()
+        assert len(command) > 1024 and command.rstrip(b"\0") == os.fsencode(f"{sys.executable}\0-m\0{name}"), "forked"
+    assert b"hunter2" not in Path(f"/proc/{note['pids']['api']}/environ").read_bytes().replace(
+        b"EFT_API_KEY=eft_hunter2", b""
+    )
     assert f"is up at {note['url']}" in service.log()
     assert service.key.startswith("eft_")
     assert service.key not in service.log()

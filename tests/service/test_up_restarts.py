@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from box.fork_server import ForkServer
 from box.instance import Instance
 from box.process import ManagedProcess
 from box.up import EXIT_CONFIG, EXIT_NOT_NOW, MAX_BACKOFF_SECONDS, MAX_FAILURES, GivesUp, Supervisor
+from core.base.forks import Forked
 from core.settings import Settings
 
 
@@ -32,7 +35,7 @@ def ends(watching: Supervisor, member: ManagedProcess, times: int) -> None:
         member.next_start = 0.0
         watching._look()
         assert member.process is not None
-        member.process.wait(120)
+        member.process.wait()
         watching._look()
 
 
@@ -52,3 +55,48 @@ def test_one_that_waits_for_the_database_is_not(tmp_path: Path) -> None:
     watching, member = supervisor(tmp_path, EXIT_NOT_NOW)
     ends(watching, member, 2 * MAX_FAILURES)
     assert 0 < member.next_start - time.monotonic() <= MAX_BACKOFF_SECONDS
+
+
+def test_a_member_is_forked_and_without_the_fork_server_it_starts_cold(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The member prints what platform it is on, and ends."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
+    forks = ForkServer(environment | {"SECRET": "no"}, tmp_path / "forks.log", ["platform"])
+    try:
+        forks.await_ready(lambda: False)
+        server = forks.pid
+        assert server is not None
+        command = [sys.executable, "-m", "platform"]
+        member = ManagedProcess("api", command, environment, tmp_path, tmp_path / "api.log", forks=forks)
+        said = []
+        for end_before in (False, True):
+            if end_before:
+                os.kill(server, signal.SIGKILL)
+            member.start()
+            assert member.process is not None
+            assert isinstance(member.process, Forked) is not end_before
+            assert os.getsid(member.process.pid) == member.process.pid
+            assert Path(f"/proc/{member.process.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(
+                os.getpid()
+            )
+            assert member.process.wait() == 0
+            said.append(member.log.read_text())
+        assert said[0].startswith("Linux") and said[1] == 2 * said[0]
+        assert "start cold from now on" in capfd.readouterr().err
+    finally:
+        forks.stop()
+
+
+def test_a_variable_that_is_read_at_the_start_of_a_process_needs_a_cold_one(tmp_path: Path) -> None:
+    environment = dict(os.environ)
+    forks = ForkServer(environment, tmp_path / "forks.log", ["platform"])
+    try:
+        forks.await_ready(lambda: False)
+        with (tmp_path / "log").open("wb") as log:
+            assert forks.fork("platform", [], environment | {"LD_PRELOAD": ""}, log.fileno(), ()) is None
+            assert forks.fork("platform", ["x" * 2000], environment, log.fileno(), ()) is None
+            forked = forks.fork("platform", [], environment | {"HF_TOKEN": "x"}, log.fileno(), ())
+            assert forked is not None and forked.wait() == 0
+    finally:
+        forks.stop()

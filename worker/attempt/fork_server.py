@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
+from core.base.forks import Forked
 from core.base.process import adopting_orphans
 from core.spec.run.standby import STANDBY_PADDING, ForkOrder
 from worker.attempt.child import Child, open_log, spawn
@@ -29,19 +30,12 @@ IDLE_SECONDS = 120.0
 """Time without a child after which a fork server ends that is not to be kept."""
 
 
-class Forked:
-    """A child that the kernel has made this process the parent of."""
+class ForkedRun(Forked):
+    """A child with the pipe that is its stdin."""
 
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
-        self.pid = pid
+        super().__init__(pid)
         self.stdin: IO[bytes] | None = stdin
-        self.returncode: int | None = None
-        """Exit status (-N: signal N); None until `wait` has returned."""
-
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
 
 
 class ForkServer(ImportedProcess):
@@ -82,7 +76,9 @@ class ForkServer(ImportedProcess):
                 forked = self._forked(self._orders, folder, module, stream)
         return None if forked is None else Child.adopt(forked)
 
-    def _forked(self, orders: socket.socket, folder: Path, module: str, stream: socket.socket | None) -> Forked | None:
+    def _forked(
+        self, orders: socket.socket, folder: Path, module: str, stream: socket.socket | None
+    ) -> ForkedRun | None:
         reader, writer = os.pipe()
         stdin = os.fdopen(writer, "wb", buffering=0)
         given = [reader, open_log(folder)]
@@ -96,7 +92,7 @@ class ForkServer(ImportedProcess):
             pid = int(orders.recv(64) or b"0")
             if pid == 0:
                 raise OSError("the fork server could not fork")
-            return Forked(pid, stdin)
+            return ForkedRun(pid, stdin)
         except BaseException:
             stdin.close()
             raise

@@ -9,18 +9,17 @@ and done nothing else: no parallel region of OpenMP has run in it, which would l
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
 import runpy
 import socket
 import sys
-import time
 import traceback
 import warnings
 from pathlib import Path
 from typing import NoReturn
 
+from core.base.forks import fork_orphan, rename
 from core.hardware import device_mask
 from core.spec.run.exit_codes import EXIT_FAILED, EXIT_FENCED
 from core.spec.run.folder import LOG_FILE
@@ -37,7 +36,7 @@ which GPUs this process sees (docs.pytorch.org/docs/stable/notes/cuda.html, "Env
 def main() -> int:
     words = "Import what a trainer needs, and wait for an order on stdin (core/spec/run/standby.py)."
     parser = argparse.ArgumentParser(prog="python -m core.train.entry.standby", description=words)
-    parser.add_argument("padding", nargs="?", help="makes room in the command line for the run's folder (_rename)")
+    parser.add_argument("padding", nargs="?", help="makes room in the command line for the run's folder")
     parser.add_argument("fd", nargs="?", type=int, help="number of an inherited socket: fork a child for each order")
     orders = parser.parse_args().fd
     await_order()
@@ -53,7 +52,7 @@ def main() -> int:
     order = StandbyOrder.model_validate_json(line)
     _write_to_log(Path(order.run_dir))
     arguments = [sys.executable, "-m", "core.train", order.run_dir]
-    _rename(arguments)
+    rename(arguments)
     if not _change_environment(order.environment):
         print("a library had read the GPU's number before it was set: starting cold", file=sys.stderr, flush=True)
         os.execv(sys.executable, arguments)  # noqa: S606 -- the same process goes on, with the same stdin
@@ -67,52 +66,29 @@ def serve_forks(orders: socket.socket) -> NoReturn:
         message, given, _, _ = socket.recv_fds(orders, 65536, 3, socket.MSG_CMSG_CLOEXEC)
         if not message:
             os._exit(EXIT_FENCED)
-        pid = _fork_orphan(ForkOrder.model_validate_json(message), given, orders)
+        order = ForkOrder.model_validate_json(message)
+
+        def child(order: ForkOrder = order, given: list[int] = given) -> NoReturn:
+            orders.close()
+            _run_child(order, given)
+
+        pid = fork_orphan(child)
         for descriptor in given:
             os.close(descriptor)
         orders.send(str(pid).encode())
 
 
-def _fork_orphan(order: ForkOrder, given: list[int], orders: socket.socket) -> int:
-    """The number of a child whose parent is the worker, 0 where it cannot be forked. The process between this one and
-    the child ends at once, and the worker adopts orphans (core/base/process.py). So the child outlives this process,
-    and the worker waits for it."""
-    reader, writer = os.pipe()
-    between = os.fork()
-    if between == 0:
-        between = os.getpid()
-        try:
-            if (child := os.fork()) != 0:
-                os.write(writer, str(child).encode())
-                os._exit(0)
-        except OSError as error:
-            print(f"a child cannot be forked: {error}", file=sys.stderr, flush=True)
-            os._exit(EXIT_FAILED)
-        os.close(reader)
-        os.close(writer)
-        orders.close()
-        _run_child(order, given, between)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as told:
-        pid = int(told.read() or b"0")
-    os.waitpid(between, 0)
-    return pid
-
-
-def _run_child(order: ForkOrder, given: list[int], between: int) -> NoReturn:
-    """`python -m MODULE RUN_DIR [DESCRIPTOR]` in a session of its own. Does not return."""
+def _run_child(order: ForkOrder, given: list[int]) -> NoReturn:
+    """`python -m MODULE RUN_DIR [DESCRIPTOR]`. Does not return."""
     code = EXIT_FAILED
     try:
-        os.setsid()
-        while os.getppid() == between:
-            time.sleep(0.001)
         stdin, log, *stream = given
         for descriptor, number in ((stdin, STDIN), (log, STDOUT), (log, STDERR)):
             os.dup2(descriptor, number)
         os.close(stdin)
         os.close(log)
         arguments = [order.run_dir, *map(str, stream)]
-        _rename([sys.executable, "-m", order.module, *arguments])
+        rename([sys.executable, "-m", order.module, *arguments])
         sys.argv = [order.module, *arguments]
         warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # runpy's: that is meant here
         runpy.run_module(order.module, run_name="__main__", alter_sys=True)
@@ -167,20 +143,6 @@ def _write_to_log(folder: Path) -> None:
     for stream in (STDOUT, STDERR):
         os.dup2(log, stream)
     os.close(log)
-
-
-def _rename(arguments: list[str]) -> None:
-    """Let `ps`, and a worker that looks for its predecessor's children, see which run this is.
-
-    The kernel reads a command line from the memory of the process (proc_pid_stat(5), arg_start and arg_end).
-    """
-    stat = Path("/proc/self/stat").read_text()
-    fields = stat[stat.rindex(")") + 2 :].split()
-    start, end = int(fields[45]), int(fields[46])
-    text = b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
-    if not start or len(text) > end - start:
-        raise ValueError(f"no room for this command line: {len(text)} bytes in {end - start}")
-    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def _change_environment(changes: dict[str, str | None]) -> bool:

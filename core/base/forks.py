@@ -1,0 +1,84 @@
+"""Children that are forked from a process which has imported what they need, so that they start within milliseconds.
+
+Their parent is not that process but the one that adopts orphans (core/base/process.py): they outlive the process that
+forked them, and whoever ordered them waits for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+
+class Forked:
+    """A child that the kernel has made this process the parent of: the part of subprocess.Popen that its users need."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """Exit status (-N: signal N); None until `wait` or `poll` has seen the end."""
+
+    def poll(self) -> int | None:
+        return self._look(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._look(0)
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _look(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def fork_orphan(child: Callable[[], NoReturn]) -> int:
+    """Fork a process that leads a session of its own and calls `child` once it has been adopted. Returns its number,
+    or 0 where it cannot be forked. The process between this one and the child ends at once."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        between = os.getpid()
+        try:
+            if (pid := os.fork()) != 0:
+                os.write(writer, str(pid).encode())
+                os._exit(0)
+        except OSError as error:
+            print(f"a child cannot be forked: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        os.close(reader)
+        os.close(writer)
+        os.setsid()
+        while os.getppid() == between:
+            time.sleep(0.001)
+        child()
+    os.close(writer)
+    with os.fdopen(reader, "rb") as told:
+        pid = int(told.read() or b"0")
+    os.waitpid(between, 0)
+    return pid
+
+
+def rename(arguments: list[str]) -> None:
+    """Make this the command line of the process, for `ps` and for whoever looks for it in /proc.
+
+    The kernel reads a command line from the memory of the process (proc_pid_stat(5), arg_start and arg_end). Raises
+    ValueError where the one it was started with has less room.
+    """
+    stat = Path("/proc/self/stat").read_text()
+    fields = stat[stat.rindex(")") + 2 :].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
+    if not start or len(text) > end - start:
+        raise ValueError(f"no room for this command line: {len(text)} bytes in {end - start}")
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
