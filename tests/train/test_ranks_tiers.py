@@ -1,0 +1,62 @@
+"""A gang of two ranks resumes to the bit from each tier of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.storage.checkpoints import copy_checkpoint
+from core.train.checkpoint import store
+from tests.support.gang import CODES
+from tests.support.trainer import ENVIRONMENT, ROOT, events, pairs, weights, write_rows, write_run
+
+AXES: dict[str, Any] = {
+    "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
+    "optimizer": {"learning_rate": 1e-2},
+    "training": {
+        "max_steps": 5,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "precision": "bf16",
+        "max_length": 64,
+    },
+    "resources": {"gpus": 2, "accelerator": "cpu"},
+}
+
+
+def test_two_ranks_resume_to_the_bit_from_each_tier(tiny_dir: Path, tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs(21))
+    memory = [tmp_path / "memory" / f"attempt-{number}" for number in range(2)]
+
+    def order(name: str, checkpoint: dict[str, int], **more: Any) -> Path:
+        return write_run(tmp_path / name, tiny_dir, train, checkpoint={"type": "disk", **checkpoint}, **more, **AXES)
+
+    calm = order("calm", {"save_steps": 2})
+    left = order("left", {"save_steps": 2, "memory_steps": 1}, memory_dir=memory[0])
+    from_memory = order(
+        "from-memory", {"save_steps": 100, "memory_steps": 2}, memory_dir=memory[1], resume_from=[memory[0]]
+    )
+    from_disk = order("from-disk", {"save_steps": 100}, resume_from=[left])
+    from_snapshot = order("from-snapshot", {"save_steps": 100}, resume_from=[memory[1]])
+    ended = (from_memory, from_disk, from_snapshot)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "0", "-m", "tests.support.gang", str(calm), f"{left}@1:7", *map(str, ended)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((calm / CODES).read_text()) == [EXIT_OK, EXIT_CHECKPOINTED, EXIT_OK, EXIT_OK, EXIT_OK]
+
+    last = left / events(left, "checkpoint")[-1]["path"]
+    resumed = [Path(events(run, "resumed")[0]["path"]) for run in ended]
+    assert resumed[:2] == [memory[0] / "checkpoints" / last.name, last]
+    assert resumed[2] == memory[1] / "checkpoints" / "step-00000004" and not events(from_memory, "checkpoint")
+    for run in ended:
+        assert weights(run) == weights(calm), run.name
+    # What a worker brings to the disk, and an object store keeps, are the files of the manifest: those of every rank.
+    brought = copy_checkpoint(resumed[2], tmp_path / "checkpoints", "step-00000004")
+    names = {path.name for path in brought.iterdir()}
+    assert store.fault(brought) is None and {"rng.safetensors", "rng-1.safetensors"} <= names
