@@ -89,7 +89,8 @@ class ForkServer:
                 pass
             except OSError:
                 self._ended()
-        self._orders.settimeout(ANSWER_SECONDS)
+        if self._process is not None:
+            self._orders.settimeout(ANSWER_SECONDS)
 
     def fork(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int, kept: Sequence[int]

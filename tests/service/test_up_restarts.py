@@ -100,3 +100,12 @@ def test_a_variable_that_is_read_at_the_start_of_a_process_needs_a_cold_one(tmp_
             assert forked is not None and forked.wait() == 0
     finally:
         forks.stop()
+
+
+def test_a_fork_server_that_cannot_import_leaves_the_members_to_a_cold_start(tmp_path: Path) -> None:
+    forks = ForkServer(dict(os.environ), tmp_path / "forks.log", ["no_such_module"])
+    forks.await_ready(lambda: False)
+    with (tmp_path / "log").open("wb") as log:
+        assert forks.fork("platform", [], dict(os.environ), log.fileno(), ()) is None
+    assert "no_such_module" in (tmp_path / "forks.log").read_text()
+    forks.stop()
