@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from core import HOME
+from core import HOME, private
 from core.base.collector import importing
 from core.base.forks import Forked, fork_orphan, rename
 from core.base.process import adopting_orphans, die_with_parent
@@ -49,7 +49,7 @@ MESSAGE_BYTES = 1 << 20
 STDOUT, STDERR = 1, 2
 
 
-class ForkServer:
+class MemberForkServer:
     """The supervisor's side. Use it from one thread, which outlives the members."""
 
     def __init__(self, environment: Mapping[str, str], log: Path, imports: Sequence[str] = IMPORTS) -> None:
@@ -133,6 +133,7 @@ class ForkServer:
 
 
 def main() -> None:
+    private.umask()  # members inherit it
     parser = argparse.ArgumentParser(prog="python -m box.fork_server", description="Fork the members of `eft up`.")
     parser.add_argument("fd", type=int, help="number of the inherited socket on which the orders come")
     parser.add_argument("padding", help="makes room in the command line for that of a member")

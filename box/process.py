@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from box.fork_server import ForkServer
+from box.fork_server import MemberForkServer
 from core.base.forks import Forked
 from core.base.process import die_with_parent
 
@@ -38,7 +38,7 @@ class ManagedProcess:
     inherit: tuple[int, ...] = ()
     """Descriptors it keeps open: a lock lasts as long as any process holds one."""
 
-    forks: ForkServer | None = None
+    forks: MemberForkServer | None = None
     """What forks it, where its command is `python -m MODULE` and that is there."""
 
     process: subprocess.Popen[bytes] | Forked | None = None

@@ -26,7 +26,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from box import broker, member_environment, ports
-from box.fork_server import ForkServer
+from box.fork_server import MemberForkServer
 from box.instance import AlreadyRunning, Instance
 from box.process import ManagedProcess
 from core import HOME, __version__, command, health, logfile, private
@@ -71,7 +71,7 @@ class Supervisor:
         self._start_name = secrets.token_hex(8)
         """What the API that is started here says of itself."""
         self.members: list[ManagedProcess] = []
-        self._forks: ForkServer | None = None
+        self._forks: MemberForkServer | None = None
         self._log_look = 0.0
         self._soon = math.inf
         self._since = 0.0
@@ -85,7 +85,9 @@ class Supervisor:
             signal.signal(number, self._stop_signal)
         try:
             self._database()
-            self._forks = ForkServer(member_environment.of("api", self.environment), self._log_path("fork-server"))
+            self._forks = MemberForkServer(
+                member_environment.of("api", self.environment), self._log_path("fork-server")
+            )
             if not self.settings.broker_url:
                 self._start_broker()
             self._forks.await_ready(lambda: self.stops > 0)

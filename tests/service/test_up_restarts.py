@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from box.fork_server import ForkServer
+from box.fork_server import MemberForkServer
 from box.instance import Instance
 from box.process import ManagedProcess
 from box.up import EXIT_CONFIG, EXIT_NOT_NOW, MAX_BACKOFF_SECONDS, MAX_FAILURES, GivesUp, Supervisor
@@ -62,7 +62,7 @@ def test_a_member_is_forked_and_without_the_fork_server_it_starts_cold(
 ) -> None:
     """The member prints what platform it is on, and ends."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
-    forks = ForkServer(environment | {"SECRET": "no"}, tmp_path / "forks.log", ["platform"])
+    forks = MemberForkServer(environment | {"SECRET": "no"}, tmp_path / "forks.log", ["platform"])
     try:
         forks.await_ready(lambda: False)
         server = forks.pid
@@ -90,7 +90,7 @@ def test_a_member_is_forked_and_without_the_fork_server_it_starts_cold(
 
 def test_a_variable_that_is_read_at_the_start_of_a_process_needs_a_cold_one(tmp_path: Path) -> None:
     environment = dict(os.environ)
-    forks = ForkServer(environment, tmp_path / "forks.log", ["platform"])
+    forks = MemberForkServer(environment, tmp_path / "forks.log", ["platform"])
     try:
         forks.await_ready(lambda: False)
         with (tmp_path / "log").open("wb") as log:
@@ -103,7 +103,7 @@ def test_a_variable_that_is_read_at_the_start_of_a_process_needs_a_cold_one(tmp_
 
 
 def test_a_fork_server_that_cannot_import_leaves_the_members_to_a_cold_start(tmp_path: Path) -> None:
-    forks = ForkServer(dict(os.environ), tmp_path / "forks.log", ["no_such_module"])
+    forks = MemberForkServer(dict(os.environ), tmp_path / "forks.log", ["no_such_module"])
     forks.await_ready(lambda: False)
     with (tmp_path / "log").open("wb") as log:
         assert forks.fork("platform", [], dict(os.environ), log.fileno(), ()) is None
