@@ -104,6 +104,6 @@ def tuned(family: str, method: str, folder: Path, *, spread: float = 0.3) -> Sub
         rows=ids,
         rows_of="training",
         calibration=ids,
-        name="tuned",  # llama.cpp takes a name with `phi3` in it for a Phi 3 and its vocabulary
+        name="phi3 tuned",  # llama.cpp takes such a name for a Phi 3 with its vocabulary
         between=lambda: None,
     )

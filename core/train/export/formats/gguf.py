@@ -12,8 +12,8 @@ import torch
 from core.spec.axes.export import GGUF, K_QUANTS, MergeOnto, required_retention
 from core.train.export.formats.subject import Subject, Withheld, check_memory
 from core.train.export.gguf.importance import write_importance
-from core.train.export.gguf.pre_tokenizer import pre_tokenizer_of
 from core.train.export.gguf.proof import prove, saved_for_converter
+from core.train.export.gguf.tokenizer_names import model_name_of, pre_tokenizer_of
 from core.train.export.retention import measure
 from core.train.tools.install import ToolFailed, find
 
@@ -23,7 +23,7 @@ PROGRAMS = Path(__file__).parent.parent / "gguf"
 def conversion(subject: Subject, onto: MergeOnto, target: Path) -> dict[str, Any]:
     """What convert_program.py is asked for `subject`."""
     whole = subject.whole(onto)
-    about = {"folder": str(whole), "file": str(target), "name": subject.name}
+    about = {"folder": str(whole), "file": str(target), "name": model_name_of(whole, subject.name)}
     return about | {"pre_tokenizer": pre_tokenizer_of(whole)}
 
 

@@ -1,4 +1,4 @@
-"""The name that llama.cpp has for the way in which a tokenizer splits text before BPE.
+"""Names by which llama.cpp knows how a tokenizer splits text.
 
 llama.cpp's converter knows the tokenizers of published models. Others are named here by what their `tokenizer.json`
 says; a wrong name would be found by the reader, which compares tokens (core/train/export/gguf/proof.py).
@@ -7,6 +7,7 @@ says; a wrong name would be found by the reader, which compares tokens (core/tra
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,22 @@ _LLAMA3 = (
 )
 _SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
 """Names by the regular expression of a `Split`."""
+_PHI3 = re.compile(r"phi-?3", re.IGNORECASE)
+_PHI3_TOKENS = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
+"""Tokens that llama.cpp looks for in the vocabulary of a model with `phi-3` or `phi3` in its name. It drops the spaces
+behind special tokens of such a model, and refuses the file where one of these is missing (src/llama-vocab.cpp)."""
+
+
+def model_name_of(folder: Path, name: str) -> str:
+    """The model's name for its GGUF file: `name`, changed where llama.cpp would otherwise split text in another way
+    than the tokenizer in `folder` does."""
+    path = folder / "tokenizer.json"
+    about = json.loads(path.read_bytes()) if path.is_file() else {}
+    added = [one for one in about.get("added_tokens") or () if one.get("special")]
+    drops_spaces = any(one.get("rstrip") for one in added) and {one.get("content") for one in added} >= _PHI3_TOKENS
+    if drops_spaces == bool(_PHI3.search(name)):
+        return name
+    return f"{name} (Phi-3)" if drops_spaces else _PHI3.sub("phi 3", name)
 
 
 def pre_tokenizer_of(folder: Path) -> str | None:
