@@ -4,7 +4,7 @@
 takes the file away and raises OverflowError; all else runs as it is. A file with `2` in it is good for two calls.
 
 - `claim.PHASE`: core.jobs.lifecycle.claims.claim, once it has claimed a job of that phase, before the commit
-- `take.PHASE`: core.jobs.lifecycle.claims._take, which writes down the claim of one job
+- `take.PHASE`: core.jobs.lifecycle.claims.take, which writes down the claim of one job
 - `attempt.PHASE`: worker.attempt.attempt.AttemptRunner, made of a claim that is committed
 - `with_shape.prepare`: worker.orders.with_shape
 - `finish.PHASE`: core.jobs.lifecycle.finish.finish
@@ -47,7 +47,7 @@ def _break() -> None:
     claims, loop = sys.modules["core.jobs.lifecycle.claims"], sys.modules["worker.agent.claim_loop"]
     attempt, orders = sys.modules["worker.attempt.attempt"], sys.modules["worker.orders"]
     claims.claim = failing(claims.claim, "claim", lambda found, *_: None if found is None else found.kind, late=True)
-    claims._take = failing(claims._take, "take", lambda _, session, job, worker, node, slots, lease: slots[0].phase)
+    claims.take = failing(claims.take, "take", lambda _, session, job, worker, node, slots, lease: slots[0].phase)
     orders.with_shape = failing(orders.with_shape, "with_shape", lambda *_: "prepare")
     attempt.finish = failing(attempt.finish, "finish", lambda _, session, token, kind, *rest: kind)
     loop.AttemptRunner = failing(loop.AttemptRunner, "attempt", lambda _, site, claim, *rest: claim.kind)
