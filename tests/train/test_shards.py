@@ -1,4 +1,5 @@
-"""Merged weights are written in constant memory: a limit of the kernel leaves half of what the model takes."""
+"""Merged weights are written in constant memory: a limit of the kernel leaves half of what the model takes. The models
+are of 100 MB and more, since buffers of libraries and holes of the heap take some 20."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def fits(more: int, work: Callable[[], object]) -> bool:
 
 def test_a_model_twice_as_large_as_the_memory_left_is_merged(tmp_path: Path) -> None:
     config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=5, num_attention_heads=8,
+        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8,
         max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
     base = LlamaForCausalLM(config)
@@ -81,7 +82,7 @@ def test_a_model_twice_as_large_as_the_memory_left_is_merged(tmp_path: Path) -> 
 def test_fused_experts_are_merged_layer_by_layer(tmp_path: Path) -> None:
     """transformers undoes its fusing on all weights at once, for which the limit has no room."""
     config = Qwen2MoeConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=512, moe_intermediate_size=512, num_hidden_layers=6,
+        vocab_size=512, hidden_size=512, intermediate_size=512, moe_intermediate_size=512, num_hidden_layers=12,
         shared_expert_intermediate_size=512, num_attention_heads=8, num_key_value_heads=8, num_experts=4,
         max_position_embeddings=64,
     )  # fmt: skip
