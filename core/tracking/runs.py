@@ -95,8 +95,7 @@ class MLflowRun:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{told.folder}/mlflow.db"
-        told.folder.mkdir(parents=True, exist_ok=True)
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or self._database(told)
         self._client = MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(told.group)
         experiment = known.experiment_id if known is not None else self._made(told)
@@ -110,6 +109,21 @@ class MLflowRun:
         params = [Param(name, value[:500]) for name, value in told.params.items()]
         for start in range(0, len(params), self.PARAMS):
             self._client.log_batch(self._run, params=params[start : start + self.PARAMS])
+
+    def _database(self, told: Told) -> str:
+        """The URI of the database on this machine. MLflow makes its tables in several transactions, and one that was
+        killed between them leaves a database that none can open: so they are made in a file aside."""
+        from mlflow.tracking import MlflowClient
+
+        told.folder.mkdir(parents=True, exist_ok=True)
+        path, aside = told.folder / "mlflow.db", told.folder / f".{told.job}.mlflow.db"
+        if not path.exists():
+            aside.unlink(missing_ok=True)
+            MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
+            with contextlib.suppress(FileExistsError):  # another job's tracker was quicker
+                path.hardlink_to(aside)
+            aside.unlink()
+        return f"sqlite:///{path}"
 
     def _made(self, told: Told) -> str:
         """A new experiment. By default, MLflow would keep its files in the folder that this process runs in."""
