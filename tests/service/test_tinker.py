@@ -457,9 +457,8 @@ def test_weights_leave_by_links_that_end(here: World, boss: Caller, rival: Calle
         assert found is not None and found.read() == WEIGHTS
     link = given["urls"][downloads.WEIGHTS]
     token = link.split("/")[-2]
-    altered = (
-        token[:-5] + ("A" if token[-5] != "A" else "B") + token[-4:]
-    )  # the last character has bits that say nothing
+    # Not its last character, which has bits that say nothing.
+    altered = token[:-5] + ("A" if token[-5] != "A" else "B") + token[-4:]
     for wrong in (link.replace(token, altered), link.replace(token, "x")):
         assert here.ask("GET", wrong).status_code == 404
     assert here.ask("GET", link.replace(downloads.WEIGHTS, "state.safetensors")).status_code == 404
