@@ -61,11 +61,11 @@ def varlen(
     """The same for all rows in one call, on a GPU in 16 bits: of PyTorch's flash attention, or `by` a library
     (core/hardware/tables/attention.py). `queries`, `keys`: where rows begin among them, int32 [rows + 1], and how many
     the longest row has."""
-    from torch.nn.attention.varlen import varlen_attn
-
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     if by != TORCH:
         return varlen_by(by, q, k, v, queries, keys, scaling).unsqueeze(0)
+    from torch.nn.attention.varlen import varlen_attn
+
     out = varlen_attn(
         q,
         k,
