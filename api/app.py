@@ -32,6 +32,7 @@ from api.jobs.answers.rollouts_router import router as rollouts_router
 from api.jobs.answers.samples_router import router as samples_router
 from api.jobs.answers.trace_router import router as trace_router
 from api.jobs.lineage_router import router as lineage_router
+from api.jobs.output.router import router as job_output_router
 from api.jobs.router import router as jobs_router
 from api.jobs.schemas import openapi_schemas
 from api.mcp.router import router as mcp_router
@@ -91,6 +92,7 @@ TAGS = [
 
 ROUTERS: tuple[APIRouter, ...] = (
     jobs_router,
+    job_output_router,
     samples_router,
     rollouts_router,
     trace_router,

@@ -22,6 +22,7 @@ from core.spec.axes.method import Full
 from core.spec.axes.rollout.models import model_rewards
 from core.spec.axes.rollout.reward import HttpReward, MathReward, RewardArm, TaskReward
 from core.spec.axes.rollout.stages import RolloutStage
+from core.spec.base import SpecModel
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain, RewardModelPin
@@ -58,6 +59,26 @@ class ModelGone(EftError):
     """The prepared model is no longer on the data root."""
 
     code = "model_gone"
+
+
+def order_of(
+    claim: Claim,
+    settings: Settings,
+    layout: Layout,
+    held_at: float,
+    selftest: Verdict | None,
+    snapshots: Snapshots | None,
+) -> SpecModel:
+    """The order of a child of the claim's kind. Raises as `run_order` does."""
+    match claim.kind:
+        case Kind.PREPARE:
+            return prepare_order(claim, settings, layout, held_at)
+        case Kind.SERVING:
+            return serving_order(claim, settings, layout, held_at, selftest)
+        case Kind.SESSION:
+            return session_order(claim, settings, layout, held_at, selftest)
+        case _:
+            return run_order(claim, settings, layout, held_at, selftest, snapshots)
 
 
 def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: float) -> PrepareOrder:

@@ -15,8 +15,8 @@ from api.handles import ModelId
 from api.http.body import json_body, read_json
 from api.http.errors import responses
 from api.http.once import Asked, answer
-from api.jobs.artifact_reply import DOWNLOAD, artifact_reply
 from api.jobs.lineage_router import Lineage
+from api.jobs.output.artifact_reply import DOWNLOAD, artifact_reply
 from api.models import schemas, service
 from core.errors import NotFound
 from core.jobs.admission import lineage

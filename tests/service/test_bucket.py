@@ -22,7 +22,7 @@ from sqlalchemy import insert, select, update
 
 from api.files.checking import Checkers
 from api.files.upload import FaultyFile, Upload
-from api.jobs import logs
+from api.jobs.output import logs
 from api.models import service as models
 from api.models.upload import ModelUpload
 from core import HOME

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from api.errors import Gone
-from api.jobs import logs
+from api.jobs.output import logs
 from core import HOME, logfile
 
 KIB = 1 << 10

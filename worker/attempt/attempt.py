@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -11,10 +10,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pydantic import ValidationError
-
 from core import logfile
-from core.errors import EftError, NoSpace
+from core.errors import NoSpace
 from core.hardware.discover import Gpu
 from core.hardware.selftest import shared
 from core.jobs.base.states import Status
@@ -30,12 +27,15 @@ from worker import leftovers, orders, processes
 from worker.attempt import outcome
 from worker.attempt.child import Child, write_order
 from worker.attempt.context import DATABASE_AWAY, RETRY_SECONDS, PatientDatabase, WorkerContext
+from worker.attempt.endings import NotStarted, defect, starting
 from worker.attempt.event_relay import EventRelay
 from worker.attempt.fork_server import ForkServer
 from worker.attempt.serving_bridge import ServingBridge
 from worker.attempt.sessions.bridge import SessionBridge
 from worker.attempt.sessions.guest import GuestAttempt
-from worker.attempt.sessions.line import SessionLine, SharedChild, of_shared
+from worker.attempt.sessions.guests import Guests
+from worker.attempt.sessions.line import SessionLine, of_shared
+from worker.attempt.time_limit import TimeLimit
 from worker.attempt.tracking import Trackers
 from worker.environment import child_environment
 from worker.gpus import gpu_memory
@@ -50,8 +50,6 @@ DUMP_SECONDS = 2.0
 """For a child that is about to be killed to write its stacks."""
 CURVES_SECONDS = 60.0
 """Between two looks at whether curves have grown long."""
-RESERVE = 0.1
-"""Share of max_runtime_seconds that is kept for the last checkpoint, at most the stop grace."""
 
 
 class AttemptRunner:
@@ -74,16 +72,13 @@ class AttemptRunner:
         self._events = EventRelay(site, claim, self.folder)
         self._database = PatientDatabase(site.database, self._gives_up)
         self._hung: str | None = None
-        limit = claim.spec["resources"].get("max_runtime_seconds") if CHILDREN[claim.kind].limited else None
-        self._limit: int | None = limit
+        self._limit = TimeLimit(claim)
         self._time_is_up = False
         """Whether its time limit is the only reason for its stop."""
         self._trackers = Trackers(site, claim, self.folder)
         self._curves_at = self.began + CURVES_SECONDS
         self._bridge: SessionBridge | ServingBridge | None = None
-        self._shared: SharedChild | None = None
-        """The child of a session once it answers, which others may join."""
-        self._guests: list[GuestAttempt] = []
+        self._guests = Guests(site)
         self._stage = None if site.copies is None else Staging(site.copies, claim)
 
     def run(self) -> None:
@@ -91,14 +86,14 @@ class AttemptRunner:
         written it raises, and nothing of the attempt runs any more."""
         try:
             end = self._attend()
-            self._see_guests_out(*(end or (Requeued("the process it shared has ended"), None)))
+            self._guests.see_out(*(end or (Requeued("the process it shared has ended"), None)))
             if end is not None:
                 self._finish(*end)
                 self._keep_curves()
         finally:
             if self.child is not None:
                 self.child.reap()
-            self._see_guests_out(_defect(RuntimeError()), None)
+            self._guests.see_out(defect(RuntimeError()), None)
             self._trackers.end(None)
             if self._bridge is not None:
                 self._bridge.close()
@@ -115,12 +110,12 @@ class AttemptRunner:
         """
         try:
             return self._work()
-        except _Ended as ended:
-            return ended.outcome, None
+        except NotStarted as reason:
+            return reason.outcome, None
         except Exception as error:
             log.exception("attempt %d of %s", self.token.attempt, self.token.job_id)
             code = None if self.child is None else self.child.reap()
-            return _defect(error), code
+            return defect(error), code
 
     def _work(self) -> tuple[Outcome, int | None] | None:
         out_of_memory_before = processes.oom_kills()
@@ -151,8 +146,8 @@ class AttemptRunner:
             last_words=self._last_words() if code < 0 else "",
         )
         if self._time_is_up and isinstance(result, Requeued):
-            result = self._over()
-        elif not self._alone():
+            result = self._limit.failure()
+        elif not self._guests.gone():
             result = of_shared(result)
         if self.claim.kind == Kind.PREPARE and isinstance(result, Succeeded):
             weights = self.claim.slot.kind != "preview"
@@ -219,24 +214,17 @@ class AttemptRunner:
     def _spawn(self) -> None:
         settings, layout, slots = self.site.settings, self.site.layout, self.claim.slots
         kind = CHILDREN[self.claim.kind]
-        if self._limit is not None and self.claim.spent_seconds >= self._limit:
-            raise _Ended(self._over())
+        if self._limit.used_up:
+            raise NotStarted(self._limit.failure())
         gpus, verdict = self._gpus, None
         if (selftests := self.site.selftests) is not None:
             verdict = shared([known for slot in slots if (known := selftests.verdict(slot.id)) is not None])
-        try:
+        with starting(self.claim):
             self._bring()
             if (forks := self._forks()) is not None:  # before the order, whose fence counts from now
                 forks.await_ready(self._leaves)
-            if self.claim.kind == Kind.PREPARE:
-                write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
-            elif self.claim.kind == Kind.SERVING:
-                write_order(self.folder, orders.serving_order(self.claim, settings, layout, self._held_at, verdict))
-            elif self.claim.kind == Kind.SESSION:
-                write_order(self.folder, orders.session_order(self.claim, settings, layout, self._held_at, verdict))
-            else:
-                order = orders.run_order(self.claim, settings, layout, self._held_at, verdict, self.site.snapshots)
-                write_order(self.folder, order)
+            order = orders.order_of(self.claim, settings, layout, self._held_at, verdict, self.site.snapshots)
+            write_order(self.folder, order)
             environment = child_environment(
                 self.claim.kind,
                 gpu=gpus[0] if gpus else None,
@@ -247,7 +235,7 @@ class AttemptRunner:
             )
             with self._lock:
                 if self.lost.is_set() or self.site.leaving.is_set():
-                    raise _Ended(Requeued(StopReason.LEAVING.message(self.site.node)))
+                    raise NotStarted(Requeued(StopReason.LEAVING.message(self.site.node)))
                 # The child of several ranks is their launcher, which imports nothing that a spare has imported.
                 if kind.standby and self.site.spares is not None and len(slots) == 1:
                     self.child = self.site.spares.take(self.folder, environment)
@@ -255,19 +243,6 @@ class AttemptRunner:
                     self.child = self._bridged(kind.module, environment)
                 if self.child is None:
                     self.child = self._start(kind.module, environment)
-        except orders.ModelGone as error:
-            raise _Ended(Failed("machine", error.code, error.message, prepare_again=True)) from error
-        except EftError as error:
-            raise _Ended(Failed("user", error.code, error.message, error.field)) from error
-        except ValidationError as error:
-            log.error("spec of %s: %s", self.claim.label, error)
-            raise _Ended(
-                Failed("internal", "stale_spec", "this version cannot read the job's spec; submit it again")
-            ) from error
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise _Ended(NoRoom(f"the process could not be started: {error}")) from error
-            raise _Ended(Failed("machine", "spawn_failed", f"the process could not be started: {error}")) from error
         if self.site.copies is not None:
             bucket, key = self.site.copies.bucket, str(self.folder.relative_to(layout.root))
             keep = self.claim.spec["checkpoint"].get("keep_last", 2)
@@ -307,14 +282,16 @@ class AttemptRunner:
             self._bridge = ServingBridge(site, self._database, token, ours, self.lose, self._ask)
         else:
             line = SessionLine(ours)
-
-            def ready() -> None:
-                self._shared = SharedChild(line, child)
-                site.invite()
-
             folder, bells = site.layout.session(token.job_id), site.layout.bells
             self._bridge = SessionBridge(
-                self._database, token, folder, bells, line, self.lose, alone=self._alone, ready=ready
+                self._database,
+                token,
+                folder,
+                bells,
+                line,
+                self.lose,
+                alone=self._guests.gone,
+                ready=lambda: self._guests.open(line, child),
             )
         return child
 
@@ -322,30 +299,12 @@ class AttemptRunner:
 
     def takes_guests(self) -> bool:
         """Whether another session may join."""
-        shared, most = self._shared, self.site.settings.session_guests
         leaves = self._asked is not None or self.lost.is_set() or self.site.leaving.is_set()
-        if shared is None or shared.ended.is_set() or leaves or self._limit is not None or len(self.claim.slots) > 1:
-            return False
-        self._guests = [guest for guest in self._guests if not guest.over.is_set()]
-        return len(self._guests) < most
+        return not leaves and not self._limit and len(self.claim.slots) == 1 and self._guests.room()
 
     def admit(self, claim: Claim) -> GuestAttempt:
         """Let a session in for which `takes_guests` has room. The caller runs it, in a thread of its own."""
-        assert self._shared is not None
-        guest = GuestAttempt(self.site, claim, self._shared)
-        self._guests.append(guest)
-        return guest
-
-    def _alone(self) -> bool:
-        return all(guest.over.is_set() for guest in self._guests)
-
-    def _see_guests_out(self, outcome: Outcome, code: int | None) -> None:
-        """The child is gone: each guest writes its end, before anybody else gets the slot."""
-        if self._shared is None or self._shared.ended.is_set():
-            return
-        self._shared.end(outcome, code)
-        for guest in self._guests:
-            guest.over.wait()
+        return self._guests.admit(claim)
 
     # -- a data root that is an object store
 
@@ -357,22 +316,22 @@ class AttemptRunner:
                 self._stage.bring(self.site.database, self._halted)
                 return
             except NoSpace as error:
-                raise _Ended(NoRoom(error.message, error.needs_bytes)) from error
+                raise NotStarted(NoRoom(error.message, error.needs_bytes)) from error
             except (StoreAway, *DATABASE_AWAY) as error:
                 if not told:
                     log.warning("%s: %s; trying again", self.claim.label, error)
                     told = True
                 if self._gives_up(RETRY_SECONDS):
-                    raise _Ended(Requeued(f"the data root cannot be reached from {self.site.node}")) from error
+                    raise NotStarted(Requeued(f"the data root cannot be reached from {self.site.node}")) from error
 
     def _halted(self) -> None:
-        """Raises _Ended once the files being copied are no longer needed."""
+        """Raises NotStarted once the files being copied are no longer needed."""
         if self.lost.is_set() or self.site.leaving.is_set():
-            raise _Ended(Requeued(StopReason.LEAVING.message(self.site.node)))
+            raise NotStarted(Requeued(StopReason.LEAVING.message(self.site.node)))
         with self.site.database.read() as session:
             stop = claims.stop_requested(session, self.token)
         if stop is None or stop:
-            raise _Ended(Requeued("it was asked to stop while its data was copied"))
+            raise NotStarted(Requeued("it was asked to stop while its data was copied"))
 
     def _publish(self, result: Outcome) -> bool:
         """Before the outcome is written: whoever reads it finds what it tells of. False: this worker had to end first,
@@ -411,7 +370,7 @@ class AttemptRunner:
                 self._ask(StopReason(stop))
             elif self.site.leaving.is_set():
                 self.hurry()
-            elif self._out_of_time() and self._asked is None:
+            elif self._asked is None and self._limit.reached(self.site.settings.stop_grace_seconds):
                 self._time_is_up = True
                 self._ask(StopReason.MAX_RUNTIME)
             if self._deadline is not None and time.monotonic() > self._deadline:
@@ -435,27 +394,6 @@ class AttemptRunner:
         if not child.exited(DUMP_SECONDS):
             child.kill()
 
-    # -- a limit on the time, and the memory of a GPU
-
-    def _out_of_time(self) -> bool:
-        if self._limit is None:
-            return False
-        reserve = min(self.site.settings.stop_grace_seconds, RESERVE * self._limit)
-        return self.claim.spent_seconds + time.monotonic() - self.began >= self._limit - reserve
-
-    def _over(self) -> Failed:
-        if self.claim.kind == Kind.EXPORT:
-            words = (
-                f"the formats were not made within max_runtime_seconds = {self._limit}, and nothing of them is kept: "
-                "ask for them again with more seconds, or for fewer formats at once"
-            )
-            return Failed("user", "max_runtime", words, "max_runtime_seconds")
-        words = (
-            f"its resources.max_runtime_seconds = {self._limit} are used up; `retry` continues from its newest "
-            "checkpoint with as many seconds again"
-        )
-        return Failed("user", "max_runtime", words, "resources.max_runtime_seconds")
-
     @property
     def _gpus(self) -> list[Gpu]:
         """The GPUs of its slots, in their order; empty on a CPU."""
@@ -473,7 +411,7 @@ class AttemptRunner:
             after = self._write_end(result, code)
         except Exception as error:
             log.exception("the end of attempt %d of %s", self.token.attempt, self.token.job_id)
-            result = _defect(error)
+            result = defect(error)
             after = self._write_end(result, code)
         words = result.kind if isinstance(result, Succeeded) else str(result)
         self._trackers.end(after)
@@ -499,16 +437,3 @@ class AttemptRunner:
             memory_check=settings.memory_check,
         )
         return self._database.write(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
-
-
-def _defect(error: Exception) -> Failed:
-    """In words that cannot fail themselves: what `error` says may be what cannot be written."""
-    return Failed("internal", "worker_error", f"the worker failed: {type(error).__name__}; see its log")
-
-
-class _Ended(Exception):
-    """No child was started; this is the outcome."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome

@@ -15,6 +15,7 @@ from api.handles import JobId
 from api.jobs import router as jobs
 from api.jobs.answers.samples_router import job_samples
 from api.jobs.lineage_router import job_lineage
+from api.jobs.output.router import job_logs, list_artifacts
 from api.view import iso
 from api.web import render, words
 from api.web.figures import METRICS, curve_figures
@@ -110,7 +111,7 @@ def job_page(
         seq=seq,
         samples=samples,
         newest=_newest(views, job_id, samples),
-        artifacts=views.ask(jobs.list_artifacts, job_id=job_id)["data"],
+        artifacts=views.ask(list_artifacts, job_id=job_id)["data"],
         log=_log(views, job_id),
         lineage=lineage if len(lineage) > 1 else [],
         peak=_peak(app, job_id),
@@ -174,7 +175,7 @@ def _record(app: AppState, job_id: str) -> dict[str, Any] | None:
 def _log(views: Views, job_id: str) -> dict[str, str]:
     """The end of the newest attempt's log; the reason in its place where the data root has none to show."""
     try:
-        text: str = views.ask(jobs.job_logs, job_id=job_id, attempt=None, tail=LOG_LINES, offset=None)
+        text: str = views.ask(job_logs, job_id=job_id, attempt=None, tail=LOG_LINES, offset=None)
         return {"text": "\n".join(_short_line(line) for line in text.split("\n")), "fault": ""}
     except EftError as error:
         return {"text": "", "fault": error.message}

@@ -1,0 +1,1 @@
+"""What a job leaves to look at: metrics, its log, artifacts."""
