@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,9 @@ from eft.session import HANDLE, JobArgument, JobArguments, JsonOption, UrlOption
 from eft.terminal.datasheet import print_notices
 from eft.terminal.output import Output, jobs_table, size
 from eft.types import UNFINISHED, File, Job
+
+if TYPE_CHECKING:
+    from eft.client import Client
 
 
 @manual(
@@ -109,13 +112,7 @@ def submit(
                 patience=patience,
             )
             return
-        job_spec = apply_settings(job_spec, settings or [])
-        if tags:
-            job_spec = job_spec | {"tags": [*(job_spec.get("tags") or ()), *tags]}
-        if after:
-            job_spec = job_spec | {"after": [*(job_spec.get("after") or ()), *after]}
-        if note is not None:
-            job_spec = job_spec | {"note": note}
+        job_spec = _labelled(apply_settings(job_spec, settings or []), tags, after, note)
 
         def told(path: Path, file: File) -> None:
             output.note(f"{path} is {file.id} ({file.rows} rows)")
@@ -139,27 +136,50 @@ def submit(
             )
             return
         if dry_run:
-            stand_ins = StandIns(client)
-            answer = client.plan(upload_data(job_spec, folder, given, stand_ins))
-            stand_ins.tell(output.note)
-            if (planned := answer.get("plan")) is not None and not planned["fits"]:
-                output.note(f"fits nowhere: {planned['reason']}")
-            tell_notices(output, answer)
-            resolved = answer["spec"]
-            output.json(resolved) if as_json else output.data.print_json(data=resolved)
+            _show_dry_run(client, output, job_spec, folder, given)
             return
         job_spec = checked_first(client, job_spec, folder, given, uploader(client, told))
         job = client.submit(job_spec, idempotency_key=idempotency_key or uuid.uuid4().hex)
         tell_notices(output, job.raw)
         if not (wait or asked):
-            output.json(job.raw) if as_json else output.text(f"{job.id}\n")
-            place = client.get(job.id).queue or {}
-            if place.get("code") in ("requirements", "no_worker"):
-                output.note(f"it waits: {place['reason']}")
+            _show_submitted(client, output, job)
             return
         output.note(f"job {job.id}")
         job = follow(client, output, job.id, patience, deadline)
         end(client, output, job, asked, patience)
+
+
+def _labelled(
+    job_spec: dict[str, Any], tags: list[str] | None, after: list[str] | None, note: str | None
+) -> dict[str, Any]:
+    """The spec with what options of the command line add to it."""
+    if tags:
+        job_spec = job_spec | {"tags": [*(job_spec.get("tags") or ()), *tags]}
+    if after:
+        job_spec = job_spec | {"after": [*(job_spec.get("after") or ()), *after]}
+    return job_spec if note is None else job_spec | {"note": note}
+
+
+def _show_dry_run(
+    client: Client, output: Output, job_spec: dict[str, Any], folder: Path, given: dict[str, Path]
+) -> None:
+    """Print the job with all defaults, and say where it does not fit; nothing is uploaded or queued."""
+    stand_ins = StandIns(client)
+    answer = client.plan(upload_data(job_spec, folder, given, stand_ins))
+    stand_ins.tell(output.note)
+    if (planned := answer.get("plan")) is not None and not planned["fits"]:
+        output.note(f"fits nowhere: {planned['reason']}")
+    tell_notices(output, answer)
+    resolved = answer["spec"]
+    output.json(resolved) if output.as_json else output.data.print_json(data=resolved)
+
+
+def _show_submitted(client: Client, output: Output, job: Job) -> None:
+    """Print the job's id, and why it waits where nobody can take it as things stand."""
+    output.json(job.raw) if output.as_json else output.text(f"{job.id}\n")
+    place = client.get(job.id).queue or {}
+    if place.get("code") in ("requirements", "no_worker"):
+        output.note(f"it waits: {place['reason']}")
 
 
 @manual(
