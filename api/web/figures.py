@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from api.deps import AppState
+from api.web.words import Figures
 from core.jobs.base.states import FINAL, Status
 from core.jobs.views import queries
 
@@ -17,8 +18,6 @@ METRICS = (
 )  # fmt: skip
 """Names that the list offers; any other may be given."""
 KEPT = 50_000
-Figures = tuple[float, float, float]
-"""Last, smallest and largest value of a curve."""
 
 _kept: OrderedDict[tuple[str, str | None, str], Figures | None] = OrderedDict()
 """Figures of jobs that are over, by job, its end and the metric: their curves do not change any more."""
@@ -44,3 +43,9 @@ def curve_figures(app: AppState, jobs: Sequence[Mapping[str, Any]], metric: str)
             while len(_kept) > KEPT:
                 _kept.popitem(last=False)
     return {job_id: figures for job_id, figures in found.items() if figures is not None}
+
+
+def ended_rewards(app: AppState, jobs: Sequence[Mapping[str, Any]]) -> dict[str, Figures]:
+    """The mean rewards of steps by job, for those of these jobs that have succeeded with rewards: of others, each look
+    would read a curve that may still grow."""
+    return curve_figures(app, [job for job in jobs if Status(job["status"]) is Status.SUCCEEDED], "reward")

@@ -9,6 +9,7 @@ from fastapi.responses import RedirectResponse, Response
 
 from api.auth.policy import PUBLIC, ReadingOrOperating
 from api.deps import App, authorise, public
+from api.errors import printable
 from api.events.router import EventStream, while_allowed
 from api.web import render, signin_router
 from api.web.changes import Changes
@@ -45,7 +46,7 @@ async def ui_slash() -> Response:
     return RedirectResponse("jobs", 303)
 
 
-@_open.get("/ui/static/{name}")
+@_open.get("/ui/static/{name:path}")
 async def static(name: str, v: Annotated[str, Query(max_length=64)] = "") -> Response:
     """A script or a style. Its hash is in the address, so that a browser keeps it for ever."""
     found = render.static_file(name)
@@ -70,6 +71,15 @@ async def changes(
     return EventStream(while_allowed(app, principal, told.follow(principal.project_id, last_event_id or after)))
 
 
+_last = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[Depends(authorise)])
+
+
+@_last.get("/ui/{path:path}")
+async def no_page(principal: ReadingOrOperating, path: str) -> Response:
+    """Asked after all others: an address of the dashboard without a page."""
+    raise NotFound(f"there is no page `{printable(path)}`")
+
+
 ROUTERS = (
     _open,
     signin_router.open_router,
@@ -84,5 +94,6 @@ ROUTERS = (
     people_router.router,
     models_router.router,
     try_router.router,
+    _last,
 )
 """All of the dashboard. None is in the OpenAPI document, and each states the policy of its pages."""

@@ -11,6 +11,9 @@ from markupsafe import Markup, escape
 
 from core.spec.differences import differences
 
+Figures = tuple[float, float, float]
+"""Last, smallest and largest value of a curve."""
+
 PHASES = {
     "loading": "loads the model",
     "compiling": "compiles the model's blocks",
@@ -151,16 +154,17 @@ def model_name(model: Mapping[str, Any] | str | None) -> str:
     return str(name).rstrip("/").rpartition("/")[2]
 
 
-def now(job: Mapping[str, Any], phase: str | None = None) -> str:
-    """The sentence at the head of a job's page: what happens now, and what comes next."""
+def now(job: Mapping[str, Any], phase: str | None = None, reward: Figures | None = None) -> str:
+    """The sentence at the head of a job's page: what happens now, and what comes next. `reward`: the mean reward of the
+    steps of a job that has rewards, whose loss does not say whether it learns."""
     status, reason, progress = job["status"], job["reason"], job["progress"] or {}
     match status:
         case "running":
-            return _running(progress, phase, reason)
+            return _running(progress, phase, reason, reward)
         case "queued":
             return _waiting(job)
         case "succeeded":
-            return _succeeded(job)
+            return _succeeded(job, reward)
         case "failed":
             failure = job["failure"] or {}
             return f"Failed: {failure.get('message') or reason}."
@@ -173,12 +177,14 @@ def now(job: Mapping[str, Any], phase: str | None = None) -> str:
             return f"{state(status).capitalize()}: {reason}."
 
 
-def _running(progress: Mapping[str, Any], phase: str | None, reason: str) -> str:
+def _running(progress: Mapping[str, Any], phase: str | None, reason: str, reward: Figures | None) -> str:
     step, total, left = progress.get("step"), progress.get("total_steps"), progress.get("seconds_left")
     doing = PHASES.get(phase or "", phase or "trains").capitalize()
     parts = [doing]
     if step:
         parts.append(f"step {step:,}" + (f" of {total:,} ({percent(step, total)} %)" if total else ""))
+    if reward is not None:
+        parts.append(_rewarded(reward))
     if left is not None and step:
         parts.append(f"about {duration(left)} left")
     return f"{', '.join(parts)}; {reason}."
@@ -193,7 +199,12 @@ def _waiting(job: Mapping[str, Any]) -> str:
     return f"Waiting{position}: {place['reason']}."
 
 
-def _succeeded(job: Mapping[str, Any]) -> str:
+def _rewarded(reward: Figures) -> str:
+    last, least, most = reward
+    return f"reward {number(last)} (of all steps {number(least)} to {number(most)})"
+
+
+def _succeeded(job: Mapping[str, Any], reward: Figures | None) -> str:
     result = job["result"] or {}
     before, after = result.get("eval_before") or {}, result.get("eval_after") or {}
     took = between(job["started_at"], job["finished_at"])
@@ -201,20 +212,26 @@ def _succeeded(job: Mapping[str, Any]) -> str:
         if name in after:
             first = f" from {number(before[name])}" if name in before else ""
             return f"Done in {took}: {said}{first} to {number(after[name])}."
+    if reward is not None:
+        return f"Done in {took}: {_rewarded(reward)}."
     if "train_loss" in result:
         return f"Done in {took}: mean training loss {number(result['train_loss'])}."
     return f"Done in {took}."
 
 
-def figure(job: Mapping[str, Any]) -> tuple[str, float] | None:
-    """The one metric that a list shows of a job: its best, or the last evaluation, or the training loss."""
+def figure(job: Mapping[str, Any], reward: Figures | None = None) -> tuple[str, float] | None:
+    """The one metric that a list shows of a job: its best, or the last evaluation, or the last reward, or the training
+    loss."""
     result = job["result"] or {}
     best = result.get("best") or {}
     if best.get("value") is not None:
         return str(best["metric"]), float(best["value"])
     after = result.get("eval_after") or {}
-    if "eval_loss" in after:
-        return "eval_loss", float(after["eval_loss"])
+    for name in ("eval_reward", "eval_loss"):
+        if name in after:
+            return name, float(after[name])
+    if reward is not None:
+        return "reward", reward[0]
     return ("train_loss", float(result["train_loss"])) if result.get("train_loss") is not None else None
 
 

@@ -10,11 +10,12 @@ import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
 from sqlalchemy import delete, select, update
 
 from api.auth.last_use import LastUse
@@ -23,12 +24,15 @@ from api.web import render, sessions, words
 from api.web.pages import family, new_router
 from api.web.router import ROUTERS
 from core.db.tables import ApiKey, Audit, Job, Metric
+from core.spec.axes.export import Export, about, formats
 from core.spec.run.folder import LOG_FILE, ROLLOUTS, rollout_file, rollout_tokens_file
 from tests.support.world import Caller, World, world
 
 MARKUP = "<script>alert(1)</script> \"'&"
-OPEN = {"/", "/ui", "/ui/", "/ui/signin", "/ui/static/{name}"}
+OPEN = {"/", "/ui", "/ui/", "/ui/signin", "/ui/static/{name:path}"}
 """What answers without a session."""
+NONE = "/ui/{path:path}"
+"""Every address that has no page."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def routes() -> list[APIRoute]:
 
 def pages() -> list[str]:
     """Paths of all pages that ask for a session."""
-    return sorted(route.path for route in routes() if route.path not in OPEN)
+    return sorted(route.path for route in routes() if route.path not in OPEN and route.path != NONE)
 
 
 def of_lab(here: World, path: str) -> str:
@@ -261,7 +265,11 @@ def test_names_with_markup_stay_text_and_nothing_is_inline_or_from_elsewhere(her
         assert not found.inline, (path, found.inline)
         assert found.loads and all(re.match(r"(\.\./)+ui/static/", one) for one in found.loads), (path, found.loads)
     assert "&lt;script&gt;alert(1)" in here.ask("GET", "/ui/jobs", headers=headers).text
-    for path in ("/ui/jobs?show=%3Cb%3Ex&name=%22x", "/ui/jobs?after=nothing", "/ui/jobs/job-x", "/ui/jobs/<b>x"):
+    nowhere = here.ask("GET", "/ui/nothing/<b>x", headers=headers)
+    assert nowhere.status_code == 404 and "there is no page" in nowhere.text.lower() and "<h1>Not found" in nowhere.text
+    assert here.ask("GET", "/ui/nothing").status_code == 303
+    queries = ("/ui/jobs?show=%3Cb%3Ex&name=%22x", "/ui/jobs?after=nothing")
+    for path in (*queries, "/ui/jobs/job-x", "/ui/jobs/<b>x", "/ui/nothing/<b>x"):
         assert "<b>x" not in here.ask("GET", path, headers=headers).text
 
 
@@ -335,6 +343,7 @@ def test_rollouts_are_sorted_and_filtered_over_the_whole_step(here: World, boss:
              "finished": True, "rewards": {"mine": at / 1000}, "reward": at / 1000, "advantage": -0.5}
             for at in range(250)
         ]  # fmt: skip
+        lines[1] |= {"line": 0, "sample": 1, "prompt": lines[0]["prompt"]}
         lines[7] |= {"completion": "x" * 900_000 + MARKUP, "finished": False, "unscored": {"mine": f"late {MARKUP}"}}
         (folder / rollout_file(number)).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -347,11 +356,13 @@ def test_rollouts_are_sorted_and_filtered_over_the_whole_step(here: World, boss:
         return str(reply.text)
 
     def places(text: str) -> list[int]:
-        return [int(one) for one in re.findall(r"line (\d+), answer", text)]
+        return [int(one) for one in re.findall(r"prompt, line (\d+)", text)]
 
     newest = shown("")
     assert "Step 2, 250 answers" in newest and "step=1&" in newest and "Next step" not in newest
-    assert places(newest) == list(range(40)) and len(newest) < 100_000 and "(cut)" in newest
+    assert places(newest) == [0, *range(2, 40)] and len(newest) < 100_000 and "(cut)" in newest
+    together = newest.partition("</article>")[0]
+    assert "says 0" in together and "says 1" in together and "says 2" not in together, "answers to one prompt"
     assert "mine: not scored: late &lt;script&gt;" in newest and "(900,029 characters)" in newest
     assert places(shown("?step=1&sort=best")) == list(range(249, 209, -1))
     assert places(shown("?sort=worst&offset=240")) == list(range(240, 250))
@@ -423,3 +434,24 @@ def test_words() -> None:
     one, two = {"a": {"b": 1, "c": []}, "d": True}, {"a": {"b": 1, "c": [2]}, "d": 1, "e": None}
     assert words.changed([one, two]) == [("a.c", ["[]", "[2]"]), ("d", ["true", "1"]), ("e", ["–", "null"])]
     assert Path(render.HERE, "templates", "shell.html").is_file()
+
+
+def test_a_job_with_rewards_says_them_before_its_loss() -> None:
+    job: dict[str, Any] = {"status": "succeeded", "reason": "finished", "progress": {"step": 3, "total_steps": 9}}
+    job |= {"result": {"train_loss": -1e-9}, "started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T00:00:09Z"}
+    rewards = (0.5, 0.0, 0.75)
+    assert words.now(job, None, rewards) == "Done in 9 s: reward 0.5 (of all steps 0 to 0.75)."
+    assert words.figure(job, rewards) == ("reward", 0.5) and words.figure(job) == ("train_loss", -1e-9)
+    running = words.now(job | {"status": "running", "reason": "runs on box-1"}, "training", rewards)
+    assert running == "Trains, step 3 of 9 (33 %), reward 0.5 (of all steps 0 to 0.75); runs on box-1."
+    judged = job | {"result": {"eval_after": {"eval_reward": 1.0, "eval_loss": 2.0}}}
+    assert words.figure(judged, rewards) == ("eval_reward", 1.0) and "held-out reward to 1" in words.now(judged)
+
+
+def test_the_form_and_the_exports_are_those_of_the_spec() -> None:
+    assert new_router.axis("stage")[0] == "sft" and {"dpo", "grpo", "process_reward"} < set(new_router.axis("stage"))
+    assert new_router.axis("method")[0] == "lora" and {"qlora", "full", "auto"} < set(new_router.axis("method"))
+    wishes = [TypeAdapter(Export).validate_python(wish) for _, wish in formats()]
+    assert [about(one).folder for one in wishes] == [folder for folder, _ in formats()]
+    kinds = {arm.model_fields["type"].default for arm in get_args(get_args(Export)[0])}
+    assert {one.type for one in wishes} == kinds - {"lm_eval"}, "a score asks for a task"

@@ -45,7 +45,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[
 
 @pytest.fixture(scope="module")
 def rows(service: Service) -> Path:
-    path = service.folder / "rows.jsonl"
+    path = service.folder / f"rows {'x' * 180}.jsonl"
     path.write_text(
         "".join(json.dumps({"prompt": f"say {n} {MARKUP}", "completion": f" {n}"}) + "\n" for n in range(40))
     )
@@ -154,6 +154,9 @@ def test_a_job_from_the_form_is_followed_to_its_end(service: Service, window: Br
     window.click("#show-rows")
     window.wait_for_text("#trained-rows", "learned", 60)
     assert MARKUP in window.text("#trained-rows") and window.all("#trained-rows mark")
+    window.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as over plain HTTP in a network
+    window.click("[data-copy^='eft show']")
+    window.wait_for_text("[data-copy^='eft show']", "Copied")
     window.type("#find", "evaluating")
     assert window.all("#log-lines mark")
 
@@ -174,6 +177,7 @@ def test_pages_are_readable_at_every_width_and_in_both_colours(
         f"ui/files/{file_id}",
         "ui/people",
         "ui/jobs/none",
+        "ui/nothing",
         "ui/models",
         "ui/try",
         f"ui/models/{done[0].replace('job-', 'model-')}",
@@ -222,6 +226,11 @@ def test_two_jobs_beside_each_other(window: Browser, done: list[str]) -> None:
     window.find("#plot-loss canvas")
     assert "optimizer.learning_rate" in window.text("#differences") and "model.path" not in window.text("#differences")
     assert len(window.all("#legend li")) == 2
+    line = "return getComputedStyle(document.querySelector('#legend i')).backgroundColor"
+    before = window.run(line)
+    window.dark(True)
+    window.wait(lambda: window.run(line) != before, "the legend in the colours of the lines")
+    window.dark(False)
     window.wait_for_text("#figures", "eval_loss")
     picture(window, "compare")
 
@@ -345,7 +354,11 @@ def _change_the_order(service: Service, window: Browser, rows: Path, models: Pat
         return [link.rpartition("/")[2] for link in window.run(links)]
 
     links = "return [...document.querySelectorAll('section td.name a')].map((one) => one.href)"
+    opened = service.client.post("/sessions", json={"model": str(models / "tiny")}).json()["id"]
     window.wait(lambda: order() == [first, second], "both in the queue", 60)
+    window.wait_for_text("section:has(td.name)", f"session {opened[-6:]}")  # which has no page of a job, and no buttons
+    assert not window.all(f"[data-sends*='{opened}'], a[href*='{opened}']")
+    service.client.delete(f"/sessions/{opened}").raise_for_status()
     up, down = "[aria-label='Raise the priority of two']", "[aria-label='Lower the priority of two']"
     window.click(up)
     window.wait(lambda: order() == [second, first], "the second one first")

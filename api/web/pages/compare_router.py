@@ -13,6 +13,7 @@ from api.errors import BadRequest
 from api.jobs.answers.samples_router import job_samples
 from api.jobs.router import show_job
 from api.web import render, words
+from api.web.figures import ended_rewards
 from api.web.views import Views
 from core.jobs.views import handles
 
@@ -45,6 +46,7 @@ def compare_page(
         "compare.html",
         jobs=jobs,
         names=_names(jobs),
+        rewards=ended_rewards(app, jobs),
         differences=[row for row in words.changed([one["spec"] for one in jobs]) if row[0] != "name"],
         samples=_samples(views, ids),
     )

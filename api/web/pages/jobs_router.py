@@ -18,7 +18,7 @@ from api.jobs.lineage_router import job_lineage
 from api.jobs.output.router import job_logs, list_artifacts
 from api.view import iso
 from api.web import render, words
-from api.web.figures import METRICS, curve_figures
+from api.web.figures import METRICS, curve_figures, ended_rewards
 from api.web.views import Views
 from core.errors import EftError
 from core.jobs.base.states import FINAL, Status
@@ -80,6 +80,7 @@ def list_page(
         metric=metric,
         metrics=METRICS,
         figures=curve_figures(app, found["data"], metric) if metric else {},
+        rewards=ended_rewards(app, found["data"]),
         groups=list(GROUPS),
         first_page=after is None,
     )
@@ -104,7 +105,7 @@ def job_page(
         "job.html",
         job=job,
         phase=phase if job["status"] == "running" else None,
-        sentence=words.now(job, phase if job["status"] == "running" else None),
+        sentence=words.now(job, phase if job["status"] == "running" else None, _reward(views, job_id)),
         verbs=words.VERBS.get(job["status"], ()) if render.may_write(principal) else (),
         final=Status(job["status"]) in FINAL,
         events=events,
@@ -122,6 +123,16 @@ def job_page(
         writes=render.may_write(principal),
         model=_model_of(app, principal, job_id),
     )
+
+
+def _reward(views: Views, job_id: str) -> words.Figures | None:
+    """Last, smallest and largest reward of its steps: the thinned curve, which the page draws too, has them."""
+    told = views.ask(
+        jobs.job_metrics, request=None, job_id=job_id, names="reward", points=500, clock=False, first_step=None,
+        last_step=None, format="json",
+    ).get("reward")  # fmt: skip
+    values = [value for _, value in told or ()]
+    return (values[-1], min(values), max(values)) if values else None
 
 
 def _newest(views: Views, job_id: str, samples: dict[str, Any]) -> dict[str, Any] | None:
@@ -153,9 +164,11 @@ def _told(app: AppState, job_id: str) -> tuple[list[dict[str, Any]], str | None,
         ]
         phases = queries.newest_events(session, job_id, ["phase"], 1)
         seq = queries.newest_seq(session, job_id)
+    reasons = {row.data.get("reason") for row in rows if row.type == "status"}
     told = [
         {"seq": row.seq, "type": row.type, "time": iso(row.time), "attempt": row.attempt, "data": row.data}
         for row in sorted(rows, key=lambda row: -row.seq)
+        if row.type != "error" or row.data.get("message") not in reasons  # the status says it
     ]
     return told, phases[0].data.get("phase") if phases else None, seq
 

@@ -17,6 +17,7 @@ from api.web.pages import family
 from api.web.views import Views
 from core.jobs.lifecycle.registry import entries
 from core.jobs.views import models
+from core.spec.axes.export import formats
 
 router = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[Depends(authorise)])
 ROWS = 100
@@ -50,6 +51,7 @@ def model_page(request: Request, model_id: ModelId, principal: Reading, app: App
     views = Views(request, principal)
     model = views.ask(registry.show_model, model_id=model_id)
     lineage = views.ask(registry.model_lineage, model_id=model_id)["data"]
+    made = {one["folder"] for one in model["formats"] if one["released"]}
     return render.page(
         request,
         "model.html",
@@ -59,6 +61,7 @@ def model_page(request: Request, model_id: ModelId, principal: Reading, app: App
         lineage=lineage,
         drawing=_family(app, principal, model_id, model, lineage),
         writes=render.may_write(principal),
+        choices=[(folder, wish) for folder, wish in formats() if folder not in made],
         versions=views.ask(registry.list_models, name=model["name"], tag=None, limit=ROWS, after=None)["data"]
         if model["name"]
         else [],

@@ -59,6 +59,7 @@ def new_page(
         files=views.ask(list_files, sha256=None, limit=FILES, after=None)["data"],
         chosen=file,
         fields=spec_fields(),
+        axes={name: axis(name) for name in ("stage", "method")},
     )
 
 
@@ -83,6 +84,14 @@ def _over(text: str, file: str) -> str:
         return text
     text = re.sub(r"type: path(,|\n) *path: [\w./-]+", lambda found: f"type: file{found[1]} id: {file}", text)
     return re.sub(r"^( *[\w-][^#\n]*?)[\w./-]+\.jsonl", lambda found: found[1] + file, text, flags=re.MULTILINE)
+
+
+@cache
+def axis(name: str) -> list[str]:
+    """The short forms of a field of the job spec as the schema has them, the default first."""
+    given = JobSpec.model_json_schema()["properties"][name]
+    (arms,) = (choice["enum"] for choice in given["anyOf"] if "enum" in choice)
+    return sorted(arms, key=lambda arm: (arm != given["default"]["type"], arm))
 
 
 @cache

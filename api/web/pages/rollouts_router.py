@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import groupby
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -68,7 +69,7 @@ def rollouts_page(
         read=len(answers),
         more=more,
         found=len(found),
-        answers=found[offset : offset + ROWS],
+        groups=_groups(found[offset : offset + ROWS], sort),
         offset=offset,
         rows=ROWS,
         rewards=list(dict.fromkeys(name for one in answers for name in one["rewards"])),
@@ -87,6 +88,13 @@ def _answers(views: Views, job_id: str, step: int | None) -> tuple[dict[str, Any
         answers += page["data"]
         behind = page["next"]
     return told, [one | {"place": place} for place, one in enumerate(answers)], behind is not None
+
+
+def _groups(answers: list[dict[str, Any]], sort: Order) -> list[list[dict[str, Any]]]:
+    """By prompt: answers to one prompt, which stand beside each other. In another order each stands alone."""
+    if sort is not Order.PROMPT:
+        return [[one] for one in answers]
+    return [list(group) for _, group in groupby(answers, key=lambda one: (one["line"], one["prompt"]))]
 
 
 def _has(answer: dict[str, Any], words: str) -> bool:

@@ -48,7 +48,7 @@
     if (!plan) return [node("p", `The spec is good. There is no plan of its memory: ${reply.plan_reason}.`)];
     parts.push(node("p", plan.fits === false ? `The spec is good, but it fits no slot here: ${plan.reason || ""}` : plan.fits ? "The spec is good and the job fits." : "The spec is good.", plan.fits === false ? "notice bad" : "notice good"));
     const about = [];
-    if (plan.parameters) about.push(`${(plan.parameters / 1e6).toPrecision(3)} M parameters`);
+    if (plan.parameters) about.push(`${plan.parameters < 1e6 ? plan.parameters.toLocaleString("en") : `${(plan.parameters / 1e6).toPrecision(3)} M`} parameters`);
     if (plan.batch?.steps) about.push(`${plan.batch.steps.toLocaleString("en")} steps of ${plan.batch.per_step} rows`);
     if (plan.disk?.total_bytes) about.push(`${size(plan.disk.total_bytes)} of disk`);
     parts.push(node("p", about.join(" · "), "dim"));
@@ -79,7 +79,7 @@
     checked.replaceChildren(...(reply.ok ? planned(body) : [faults(body.error)]));
   };
   const look = () => { send.disabled = true; clearTimeout(timer); timer = setTimeout(check, 450); };
-  form.addEventListener("input", write);
+  form.addEventListener("input", (event) => { if (!event.target.matches("[data-filters]")) write(); });
   file.addEventListener("input", () => { document.getElementById("by-hand").hidden = file.value === written; look(); });
   document.getElementById("another").addEventListener("click", () => {
     const row = document.createElement("div");

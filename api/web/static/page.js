@@ -204,6 +204,18 @@ const arrange = eft.arrange = () => {
 };
 document.addEventListener("eft:refreshed", arrange);
 
+// Browsers keep the clipboard from pages over plain HTTP, but for this machine's own.
+const copied = async (text) => {
+  if (navigator.clipboard) { try { await navigator.clipboard.writeText(text); return true; } catch { /* not allowed here */ } }
+  const field = document.createElement("textarea");
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
+};
+
 // -- buttons
 document.addEventListener("click", async (event) => {
   const button = event.target.closest("button");
@@ -213,8 +225,7 @@ document.addEventListener("click", async (event) => {
     eft.sorted = { column: head.cellIndex, descending: eft.sorted?.column === head.cellIndex && !eft.sorted.descending };
     arrange();
   } else if (button.dataset.copy !== undefined) {
-    await navigator.clipboard.writeText(button.dataset.copy);
-    button.textContent = "Copied";
+    button.textContent = await copied(button.dataset.copy) ? "Copied" : "Select it, and copy it by hand";
   } else if (button.id === "signout") {
     await eft.fetch("ui/signout", { method: "POST" });
     location.href = `${eft.root}ui/signin?why=out`;

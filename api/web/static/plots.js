@@ -8,7 +8,7 @@
   const POINTS = Math.round(Math.max(500, Math.min(1500, 10000 / jobs.length)));  // a chart draws those of all jobs in each frame
   const main = [
     ["loss", ["loss", "eval_loss"]], ["learning rate", ["learning_rate"]], ["gradient norm", ["grad_norm"]],
-    ["tokens per second", ["tokens_per_second"]], ["memory", ["memory_bytes"]],
+    ["tokens per second", ["tokens_per_second"]], ["memory, bytes", ["memory_bytes"]],
   ];
   const FIRST = ["loss", "eval_loss", "reward"];
   // Shown where a job has them: jobs on GPUs, stages with rewards, and stages over pairs.
@@ -112,6 +112,7 @@
     get log() { return options.log; },
     get axis() { return options.axis; },
   };
+  const swatch = (of) => { const made = document.createElement("i"); made.style.background = of; return made; };
   const draw = (title, names) => {
     const id = `plot-${title.replace(/[^a-z0-9]+/gi, "-")}`;
     let plot = $(id);
@@ -124,16 +125,21 @@
       head.textContent = title;
       top.append(head, last);
       plot.append(top, area);
-      box.append(plot);
+      if (title === "reward") box.prepend(plot); else box.append(plot);  // where there are rewards, the loss says little
     }
     const area = plot.lastElementChild;
     if (!charts.has(title)) charts.set(title, eft.chart(area, title, look, (min, max) => closer(title, names, min, max)));
     const chart = charts.get(title), found = lines(names, chart.close);
     const bad = gaps(names), end = plot.querySelector(".end");
-    end.textContent = [...jobs.length > 1 ? [] : found.map((line) => {
+    const told = jobs.length > 1 ? names.length > 1 ? [`${names[1]} dashed`] : [] : found.flatMap((line) => {
       const known = line.ys.filter((value) => value !== null);
-      return known.length ? `${found.length > 1 ? `${line.label} ` : ""}${short(known[known.length - 1])}` : "";
-    }), ...bad.slice(0, 3), ...bad.length > 3 ? [`and ${bad.length - 3} more`] : []].join(" · ");
+      if (!known.length) return [];
+      if (found.length === 1) return [short(known[known.length - 1])];
+      const one = document.createElement("span");
+      one.append(swatch(line.colour), `${line.label} ${short(known[known.length - 1])}`);
+      return [one];
+    });
+    end.replaceChildren(...[...told, ...bad.slice(0, 3), ...bad.length > 3 ? [`and ${bad.length - 3} more`] : []].flatMap((one, at) => at ? [" · ", one] : [one]));
     end.title = bad.join("\n");
     end.classList.toggle("broken", bad.length > 0);
     plot.classList.toggle("without", !found.length);
@@ -167,13 +173,15 @@
 
   const names = () => [...new Set([...data.values()].flatMap((one) => Object.keys(one)))].sort();
   const drawAll = (told) => {
-    const there = new Set(names()), over = ended() && loaded, wanted = [...main.filter(([, list]) => !over || list.some((name) => there.has(name))), ...rewards.filter(([, list]) => list.some((name) => there.has(name)))];
+    const there = new Set(names()), over = ended() && loaded, none = loaded && !there.size, has = ([, list]) => list.some((name) => there.has(name));
+    const wanted = [...main.filter((one) => !over && !none || has(one)), ...rewards.filter(has)];
     const words = options.more.toLowerCase().split(/[\s,]+/).filter(Boolean);
     const known = new Set(wanted.flatMap(([, list]) => list));
     for (const name of names()) if (!known.has(name) && words.some((word) => name.includes(word))) wanted.push([name, [name]]);
     const shown = new Set(wanted.map(([title]) => title));
     for (const [title, chart] of charts) if (!shown.has(title)) { chart.end(); charts.delete(title); $(`plot-${title.replace(/[^a-z0-9]+/gi, "-")}`)?.remove(); }
-    box.classList.toggle("nothing", over && !there.size);
+    box.classList.toggle("nothing", none);
+    box.dataset.nothing = over ? "It ended before it had reported a value." : "No values yet: the first step brings them.";
     for (const title of due.keys()) if (!shown.has(title)) due.delete(title);  // the parts behind the charts too: they come last again
     for (const [title, list] of wanted) if (!due.has(title)) due.set(title, () => { draw(title, list); if (data.size) eft.shownAt ||= performance.now(); });
     due.set(" beside", beside).set(" offer", () => offer(known));
@@ -197,12 +205,12 @@
   };
 
   // Several jobs: which line is whose, at once.
-  if ($("legend")) jobs.forEach((job, at) => {
-    const one = document.createElement("li"), line = document.createElement("i");
-    line.style.background = colour(at);
-    one.append(line, job.name);
-    $("legend").append(one);
-  });
+  const legend = () => $("legend")?.replaceChildren(...jobs.map((job, at) => {
+    const one = document.createElement("li");
+    one.append(swatch(colour(at)), job.name);
+    return one;
+  }));
+  legend();
 
   // And the figures of every metric. The thinned curves have last, smallest and largest.
   const beside = () => {
@@ -266,7 +274,7 @@
       if (kind === "smooth") $("smoothed").textContent = options.smooth;
       drawAll();
     });
-  dark.addEventListener("change", () => drawAll());
+  dark.addEventListener("change", () => { legend(); drawAll(); });
   new ResizeObserver(() => charts.forEach((chart) => chart.fit())).observe(box);
   let last = ended();
   // Curves that take the server long are asked for less often: ten times as long as they took passes between two askings.

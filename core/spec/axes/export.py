@@ -209,6 +209,14 @@ def about(export: Export) -> AboutFormat:
             assert_never(never)
 
 
+def formats() -> list[tuple[str, dict[str, str]]]:
+    """Each folder that an export can make without further choices, with what to ask for."""
+    wishes: list[Merged | GGUF | VLLMAdapter | PackedExport] = [Merged(), VLLMAdapter(), FP8(), GPTQ(), AWQ(), MXFP4()]
+    wishes += [TorchAOInt8(), TorchAOInt4(), *(GGUF.model_validate({"quantization": kind}) for kind in GGUF_RETENTION)]
+    asked = [{"type": one.type} | ({"quantization": one.quantization} if isinstance(one, GGUF) else {}) for one in wishes]
+    return [(about(one).folder, wish) for one, wish in zip(wishes, asked, strict=True)]
+
+
 def required_retention(export: Merged | GGUF | VLLMAdapter | PackedExport) -> float:
     """Least retention with which the export is released."""
     if export.min_retention is not None:
