@@ -438,7 +438,8 @@ def test_words() -> None:
 
 def test_a_job_with_rewards_says_them_before_its_loss() -> None:
     job: dict[str, Any] = {"status": "succeeded", "reason": "finished", "progress": {"step": 3, "total_steps": 9}}
-    job |= {"result": {"train_loss": -1e-9}, "started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T00:00:09Z"}
+    job |= {"result": {"train_loss": -1e-9}}
+    job |= {"started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T00:00:09Z"}
     rewards = (0.5, 0.0, 0.75)
     assert words.now(job, None, rewards) == "Done in 9 s: reward 0.5 (of all steps 0 to 0.75)."
     assert words.figure(job, rewards) == ("reward", 0.5) and words.figure(job) == ("train_loss", -1e-9)

@@ -263,7 +263,7 @@ def test_the_model_of_a_job_is_tagged_and_its_lineage_shown(window: Browser, don
     )
     window.type(".trial input", "nothing")
     window.click("#ask")
-    window.wait_for_text(".state", "no model `nothing`")
+    window.wait_for_text(".state.away", "no model `nothing`")
 
 
 def test_pause_restart_and_resume_while_a_page_is_open(
@@ -358,7 +358,7 @@ def _change_the_order(service: Service, window: Browser, rows: Path, models: Pat
     window.wait(lambda: order() == [first, second], "both in the queue", 60)
     window.wait_for_text("section:has(td.name)", f"session {opened[-6:]}")  # which has no page of a job, and no buttons
     assert not window.all(f"[data-sends*='{opened}'], a[href*='{opened}']")
-    service.client.delete(f"/sessions/{opened}").raise_for_status()
+    service.client.post(f"/sessions/{opened}/close").raise_for_status()
     up, down = "[aria-label='Raise the priority of two']", "[aria-label='Lower the priority of two']"
     window.click(up)
     window.wait(lambda: order() == [second, first], "the second one first")

@@ -15,7 +15,7 @@ from api.handles import JobId
 from api.jobs import router as jobs
 from api.jobs.answers.samples_router import job_samples
 from api.jobs.lineage_router import job_lineage
-from api.jobs.output.router import job_logs, list_artifacts
+from api.jobs.output.router import job_logs, job_metrics, list_artifacts
 from api.view import iso
 from api.web import render, words
 from api.web.figures import METRICS, curve_figures, ended_rewards
@@ -105,7 +105,7 @@ def job_page(
         "job.html",
         job=job,
         phase=phase if job["status"] == "running" else None,
-        sentence=words.now(job, phase if job["status"] == "running" else None, _reward(views, job_id)),
+        sentence=words.now(job, phase if job["status"] == "running" else None, _reward(request, views, job_id)),
         verbs=words.VERBS.get(job["status"], ()) if render.may_write(principal) else (),
         final=Status(job["status"]) in FINAL,
         events=events,
@@ -125,10 +125,10 @@ def job_page(
     )
 
 
-def _reward(views: Views, job_id: str) -> words.Figures | None:
+def _reward(request: Request, views: Views, job_id: str) -> words.Figures | None:
     """Last, smallest and largest reward of its steps: the thinned curve, which the page draws too, has them."""
     told = views.ask(
-        jobs.job_metrics, request=None, job_id=job_id, names="reward", points=500, clock=False, first_step=None,
+        job_metrics, request=request, job_id=job_id, names="reward", points=500, clock=False, first_step=None,
         last_step=None, format="json",
     ).get("reward")  # fmt: skip
     values = [value for _, value in told or ()]

@@ -8,9 +8,17 @@
   const ask = async (card, signal) => {
     const model = card.querySelector("input").value.trim();
     const [answer, state] = [card.querySelector("pre"), card.querySelector(".state")];
+    const tell = (text, bad = false) => { state.textContent = text; state.classList.toggle("away", bad); };
     answer.textContent = "";
-    state.textContent = model ? "waits for an answer …" : "";
+    tell(model ? "waits for an answer …" : "");
     if (!model) return;
+    // What waits long waits for a slot: the queue says why.
+    const look = setInterval(async () => {
+      try {
+        const reply = await eft.fetch("queue", { signal }), waiting = reply.ok && (await reply.json()).data.find((one) => one.job?.startsWith("serving-"));
+        if (waiting && state.textContent.startsWith("waits")) tell(`waits for a slot: ${waiting.reason}`);
+      } catch { /* the request itself tells what is the matter */ }
+    }, 4000);
     const plain = document.getElementById("plain").checked;
     const system = value("system").trim();
     const messages = [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: value("message") }];
@@ -20,7 +28,7 @@
     try {
       const reply = await eft.fetch(plain ? "v1/completions" : "v1/chat/completions",
         { method: "POST", body: JSON.stringify(body), signal, headers: { "content-type": "application/json" } });
-      if (!reply.ok) { state.textContent = await eft.fault(reply); return; }
+      if (!reply.ok) { tell(await eft.fault(reply), true); return; }
       let left = "";
       let reason = "";
       const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -32,16 +40,16 @@
         for (const event of events) {
           if (!event.startsWith("data: {")) continue;
           const part = JSON.parse(event.slice(6));
-          if (part.error) { state.textContent = part.error.message; return; }
+          if (part.error) { tell(part.error.message, true); return; }
           const choice = part.choices[0];
           if (choice) { answer.textContent += (plain ? choice.text : choice.delta.content) || ""; reason = choice.finish_reason || reason; }
           if (part.usage) {
             const seconds = (performance.now() - began) / 1000;
-            state.textContent = `${part.usage.completion_tokens} tokens in ${seconds.toFixed(1)} s${reason === "length" ? ", cut off" : ""}`;
-          } else if (answer.textContent) state.textContent = "…";
+            tell(`${part.usage.completion_tokens} tokens in ${seconds.toFixed(1)} s${reason === "length" ? ", cut off" : ""}`);
+          } else if (answer.textContent) tell("…");
         }
       }
-    } catch (error) { state.textContent = error.name === "AbortError" ? "stopped" : "the server is away: ask again"; }
+    } catch (error) { tell(error.name === "AbortError" ? "stopped" : "the server is away: ask again", error.name !== "AbortError"); } finally { clearInterval(look); }
   };
 
   document.getElementById("asking").addEventListener("submit", async (event) => {

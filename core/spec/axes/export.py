@@ -211,10 +211,12 @@ def about(export: Export) -> AboutFormat:
 
 def formats() -> list[tuple[str, dict[str, str]]]:
     """Each folder that an export can make without further choices, with what to ask for."""
-    wishes: list[Merged | GGUF | VLLMAdapter | PackedExport] = [Merged(), VLLMAdapter(), FP8(), GPTQ(), AWQ(), MXFP4()]
-    wishes += [TorchAOInt8(), TorchAOInt4(), *(GGUF.model_validate({"quantization": kind}) for kind in GGUF_RETENTION)]
-    asked = [{"type": one.type} | ({"quantization": one.quantization} if isinstance(one, GGUF) else {}) for one in wishes]
-    return [(about(one).folder, wish) for one, wish in zip(wishes, asked, strict=True)]
+    plain = (Merged(), VLLMAdapter(), FP8(), GPTQ(), AWQ(), MXFP4(), TorchAOInt8(), TorchAOInt4())
+    wishes: list[tuple[Export, dict[str, str]]] = [(one, {"type": one.type}) for one in plain]
+    for kind in GGUF_RETENTION:
+        asked = {"type": "gguf", "quantization": kind}
+        wishes.append((GGUF.model_validate(asked), asked))
+    return [(about(one).folder, wish) for one, wish in wishes]
 
 
 def required_retention(export: Merged | GGUF | VLLMAdapter | PackedExport) -> float:
