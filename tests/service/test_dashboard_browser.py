@@ -219,9 +219,6 @@ def test_two_jobs_beside_each_other(window: Browser, done: list[str]) -> None:
     assert all(float(cell) > 0 for cell in window.text("#jobs tbody tr").split("\t")[-6:-3])
     for job_id in done:
         window.click(f"input[value='{job_id}']")
-    window.dark(True)
-    picture(window, "jobs")
-    window.dark(False)
     window.click("#compare")
     window.find("#plot-loss canvas")
     assert "optimizer.learning_rate" in window.text("#differences") and "model.path" not in window.text("#differences")
@@ -276,6 +273,7 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     window.wait_for_text("#sentence", "step ", 240)
     window.click("[data-sends$='/pause']")
     window.wait_for_text("#sentence", "Paused at step", 240)
+    picture(window, "job")
     _change_in_two_tabs(service, window, job_id)
     _look_closely(service, window, job_id)
 
@@ -447,6 +445,10 @@ def test_a_curve_has_a_gap_where_a_run_diverged(service: Service, window: Browse
         "the gap in words",
     )
     assert found and window.run("return eft.charts.get('loss').lines[0].ys.includes(null)")
+    window.go("ui/jobs?metric=loss")
+    window.dark(True)
+    picture(window, "jobs")  # of all that these tests have made
+    window.dark(False)
 
 
 def _answers(service: Service) -> bool:
