@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -11,6 +12,8 @@ from markupsafe import Markup, escape
 
 from core.spec.differences import differences
 
+NOTHING = "–"
+"""Stands where there is no value."""
 Figures = tuple[float, float, float]
 """Last, smallest and largest value of a curve."""
 
@@ -236,10 +239,10 @@ def figure(job: Mapping[str, Any], reward: Figures | None = None) -> tuple[str, 
 
 
 def changed(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """The fields in which specs differ, each with the words for every spec's value; `–` where it has none."""
+    """The fields in which specs differ, each with the words for every spec's value; `NOTHING` where it has none."""
     missing = object()
     found = differences(specs, missing)
-    return [(path, ["–" if value is missing else plain(value) for value in each]) for path, each in found.items()]
+    return [(path, [NOTHING if value is missing else plain(value) for value in each]) for path, each in found.items()]
 
 
 def plain(value: Any) -> str:
@@ -249,6 +252,8 @@ def plain(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
         return ", ".join(value)
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
     return repr(value) if isinstance(value, float) else str(value)
 
 

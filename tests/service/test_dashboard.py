@@ -431,6 +431,7 @@ def test_words() -> None:
         "–", "3", "1,234,567", "4.773", "1e-05", "NaN", "∞", "True",
     ]  # fmt: skip
     assert [words.size(n) for n in (None, 0, 999, 36256, 25_753_026_560)] == ["–", "0 B", "999 B", "36.3 kB", "25.8 GB"]
+    assert words.plain([{"type": "number", "name": None}]) == '[{"type": "number", "name": null}]'
     one, two = {"a": {"b": 1, "c": []}, "d": True}, {"a": {"b": 1, "c": [2]}, "d": 1, "e": None}
     assert words.changed([one, two]) == [("a.c", ["[]", "[2]"]), ("d", ["true", "1"]), ("e", ["–", "null"])]
     assert Path(render.HERE, "templates", "shell.html").is_file()

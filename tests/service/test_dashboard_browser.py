@@ -222,6 +222,11 @@ def test_two_jobs_beside_each_other(window: Browser, done: list[str]) -> None:
     window.click("#compare")
     window.find("#plot-loss canvas")
     assert "optimizer.learning_rate" in window.text("#differences") and "model.path" not in window.text("#differences")
+    assert "samples.rows" not in window.text("#differences")
+    folded = window.run(
+        "const t = document.getElementById('partly'); return [t.closest('details').open, t.textContent]"
+    )
+    assert not folded[0] and "samples.rows" in folded[1]
     assert len(window.all("#legend li")) == 2
     line = "return getComputedStyle(document.querySelector('#legend i')).backgroundColor"
     before = window.run(line)
@@ -273,6 +278,7 @@ def test_pause_restart_and_resume_while_a_page_is_open(
     window.wait_for_text("#sentence", "step ", 240)
     window.click("[data-sends$='/pause']")
     window.wait_for_text("#sentence", "Paused at step", 240)
+    assert window.text("[data-sends$='/resume']") == "Resume", "though the button had the keyboard as it was Pause"
     picture(window, "job")
     _change_in_two_tabs(service, window, job_id)
     _look_closely(service, window, job_id)

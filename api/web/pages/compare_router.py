@@ -41,13 +41,15 @@ def compare_page(
             )
         )
     jobs = [views.ask(show_job, job_id=one) for one in ids]
+    differences = [row for row in words.changed([one["spec"] for one in jobs]) if row[0] != "name"]
     return render.page(
         request,
         "compare.html",
         jobs=jobs,
         names=_names(jobs),
         rewards=ended_rewards(app, jobs),
-        differences=[row for row in words.changed([one["spec"] for one in jobs]) if row[0] != "name"],
+        differences=[row for row in differences if words.NOTHING not in row[1]],
+        partly=[row for row in differences if words.NOTHING in row[1]],
         samples=_samples(views, ids),
     )
 

@@ -67,7 +67,7 @@
     const rows = told.map((row) => {
       const old = known.get(row.id);
       if (!old) return document.adoptNode(row);
-      Idiomorph.morph(old, row, { ignoreActiveValue: true, callbacks: { beforeAttributeUpdated: (name) => name !== "checked" && name !== "hidden" } });
+      Idiomorph.morph(old, row, { ignoreActiveValue: eft.typing(), callbacks: { beforeAttributeUpdated: (name) => name !== "checked" && name !== "hidden" } });
       return old;
     });
     const first = new Set(rows);

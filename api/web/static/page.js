@@ -49,6 +49,9 @@ eft.send = async (path, method, body) => {
   return null;
 };
 
+// Whether somebody is at a field, which keeps what is in it. A button or a log that has the keyboard takes what is new.
+eft.typing = () => !!document.activeElement?.matches("input, select, textarea");
+
 // -- contents: the page is asked for again, and what differs in its live parts is put in place
 eft.refresh = async () => {
   if (eft.over || eft.busy) { eft.again = true; return; }
@@ -66,7 +69,7 @@ eft.refresh = async () => {
       if (!next) continue;
       if (eft.liveParts[part.id]) { eft.liveParts[part.id](part, next); continue; }
       const scrolls = [...part.querySelectorAll(".log")].map((log) => log.scrollTop + log.clientHeight >= log.scrollHeight - 4);
-      Idiomorph.morph(part, next, { ignoreActiveValue: true, callbacks: { beforeAttributeUpdated: (name, node) =>
+      Idiomorph.morph(part, next, { ignoreActiveValue: eft.typing(), callbacks: { beforeAttributeUpdated: (name, node) =>
         !(name === "open" && node.tagName === "DETAILS") && !(name === "checked") && !(name === "hidden")
         && !(name === "selected" && !node.closest("select[data-field]")) } });  // what somebody picks in a form stays
       part.querySelectorAll(".log").forEach((log, at) => { if (scrolls[at]) log.scrollTop = log.scrollHeight; });
