@@ -319,7 +319,8 @@ def main() -> None:
         given.model or wheel.model(), given.steps, given.prompts, given.answers, given.micro, given.new, given.alike,
         given.bf16,
     )  # fmt: skip
-    with Tee(given.report or ROOT / "bench" / "results" / f"grpo-cpu-{datetime.now(UTC).date()}.txt"):
+    part = "grpo" if given.only is None else f"grpo-{given.only}"  # a part leaves the whole report as it is
+    with Tee(given.report or ROOT / "bench" / "results" / f"{part}-cpu-{datetime.now(UTC).date()}.txt"):
         print(f"{setting.model_dir.name}; {hardware()}; load average {os.getloadavg()[0]:.1f}")
         print(
             f"{given.steps} steps of {given.prompts} prompts with {given.answers} answers of at most {given.new} "

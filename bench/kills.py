@@ -1,9 +1,10 @@
-"""kill -9 of reinforcement learning: `python -m bench.kills [--kills 51] [--prompts 1000] [--seed 0] [--out FILE]`.
+"""kill -9 of reinforcement learning:
+`python -m bench.kills [--kills 51] [--prompts 1000] [--most 12] [--seed 0] [--out FILE]`.
 
-Runs of grpo, rloo and ppo over so many prompts are killed at random instants until each stage has met its third of
-the kills (tests/support/random_kills.py says how). The report counts the kills by stage and part of a step, and the
-runs that ended with other weights or answers than the undisturbed one, or that left out or repeated a prompt. The last
-line is one JSON object; the exit code is 1 where a run is wrong.
+Runs of grpo, rloo and ppo over so many prompts are killed at random instants, each run at most `--most` times, until
+each stage has met its third of the kills (tests/support/random_kills.py says how). The report counts the kills by stage
+and part of a step, and the runs that ended with other weights or answers than the undisturbed one, or that left out or
+repeated a prompt. The last line is one JSON object; the exit code is 1 where a run is wrong.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=51)
     parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--most", type=int, default=12, help="kills of a run at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -41,7 +43,8 @@ def main() -> int:
         for stage in STAGES:
             # more seeds than it can take: it is stopped when it has met its kills
             seeds = [f"{stage}:{asked.seed + number}" for number in range(10 * wanted)]
-            command = [sys.executable, "-m", "tests.support.random_kills", str(model), folder, str(asked.prompts)]
+            numbers = [str(asked.prompts), str(asked.most)]
+            command = [sys.executable, "-m", "tests.support.random_kills", str(model), folder, *numbers]
             met = 0
             with subprocess.Popen(
                 [*command, *seeds],
@@ -63,7 +66,8 @@ def main() -> int:
             if met < wanted:
                 raise SystemExit(f"the runs of {stage} ended early")
     kills = kinds.total()
-    lines = [f"python -m bench.kills --kills {asked.kills} --prompts {asked.prompts} --seed {asked.seed}", ""]
+    options = f"--kills {asked.kills} --prompts {asked.prompts} --most {asked.most} --seed {asked.seed}"
+    lines = [f"python -m bench.kills {options}", ""]
     lines += [f"{runs} runs over {asked.prompts} prompts met {kills} kills; {len(wrong)} ended wrong"]
     lines += [f"{resumed} attempts continued from a checkpoint, the others began anew", ""]
     lines += [f"{stage:6} {part:22} {met:4}" for (stage, part), met in sorted(kinds.items())]

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from core.errors import EftError
 from core.plan.constants import PROMPT_TOKENS
 from core.spec.axes.optimizer import Optimizer
+from core.train.attention.exact import exact_operators
 from core.train.base.rng import capture_rng, restore_rng
 from core.train.batch import Batch
 from core.train.generation import fallback
@@ -337,7 +338,7 @@ class Engine:
     @contextmanager
     def _compute(self) -> Iterator[None]:
         auto = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-        with auto, nullcontext() if self.policy.exact is None else self.policy.exact.products():
+        with auto, nullcontext() if self.policy.exact is None else exact_operators(self.device):
             yield
 
     # --- state ---------------------------------------------------------------------------------------

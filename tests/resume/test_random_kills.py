@@ -17,7 +17,7 @@ SEEDS = ("grpo:23", "rloo:17", "ppo:23")
 
 
 def test_kills_of_fixed_seeds_change_no_bit(tiny_dir: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.random_kills", str(tiny_dir), str(tmp_path), "12", *SEEDS]
+    command = [sys.executable, "-m", "tests.support.random_kills", str(tiny_dir), str(tmp_path), "12", "4", *SEEDS]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and [one["stage"] for one in told] == list(STAGES), (told, done.stderr)

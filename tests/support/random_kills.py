@@ -1,10 +1,10 @@
 """Runs of reinforcement learning that are killed at random instants:
-`python -m tests.support.random_kills MODEL FOLDER PROMPTS STAGE:SEED…`.
+`python -m tests.support.random_kills MODEL FOLDER PROMPTS MOST STAGE:SEED…`.
 
 An instant is a call of a function, in Python or C, inside one part of a rollout or step: the process gets SIGKILL when
 so many of them have been made there. So a seed decides it on every machine, and each part is met as often as the
-others, however little of the time it takes. A run is killed one to four times and then left to its end; attempts are
-forked from this process, which has imported everything and computed nothing.
+others, however little of the time it takes. A run is killed at most MOST times and then left to its end, or reaches it
+before; attempts are forked from this process, which has imported everything and computed nothing.
 
 For each seed a line of JSON: the parts that were killed, and what is wrong (None: nothing). Nothing is wrong when the
 final weights are those of the undisturbed run to the bit, all attempts together have left the very answers that the
@@ -60,7 +60,6 @@ PER_ROLLOUT = 40
 """Prompts of a rollout at most."""
 CHECKPOINTS = 16
 """Checkpoints of a run at least, if it has so many steps; some are between the steps over the same answers."""
-MOST_KILLS = 4
 CALLS, ROWS = "calls.json", "rows.jsonl"
 
 
@@ -147,10 +146,13 @@ def killed_in(part: str, count: int) -> Callable[[], None]:
     return Calls(kill).watch
 
 
-def disturbed(folder: Path, model: Path, stage: str, prompts: int, seed: int, calls: Counter[str]) -> dict[str, Any]:
+def disturbed(
+    folder: Path, model: Path, stage: str, prompts: int, most: int, seed: int, calls: Counter[str]
+) -> dict[str, Any]:
     """Kill a run as the seed says; see the module."""
     draw = random.Random(f"{stage} {seed}")
-    left = draw.randint(1, MOST_KILLS)
+    left = draw.randint(1, most)
+    share = max(2, (left + 1) // 2)  # attempts of such parts of a run leave room for the kills to come
     attempts: list[Path] = []
     killed: list[str] = []
     wrong: str | None = None
@@ -161,7 +163,7 @@ def disturbed(folder: Path, model: Path, stage: str, prompts: int, seed: int, ca
         if left:
             left -= 1
             part = draw.choice(list(PARTS))
-            prepare = killed_in(part, draw.randint(1, max(1, calls[part] // 2)))
+            prepare = killed_in(part, draw.randint(1, max(1, calls[part] // share)))
         code = run(attempts[-1], prepare=prepare)
         if code != -signal.SIGKILL:
             break
@@ -191,17 +193,17 @@ def prompts_wrong(attempts: list[Path], calm: Path, prompts: int) -> str | None:
 
 
 def main() -> int:
-    model, folder, prompts = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    model, folder, prompts, most = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     bad = 0
     calls: dict[str, Counter[str]] = {}
-    for argument in sys.argv[4:]:
+    for argument in sys.argv[5:]:
         stage, _, seed = argument.partition(":")
         place = folder / stage
         if stage not in calls:
             place.mkdir(parents=True)
             write_rows(place / ROWS, [{"prompt": f"say a letter, number {n}"} for n in range(prompts)])
             calls[stage] = undisturbed(place / "calm", model, stage, prompts)
-        found = disturbed(place / seed, model, stage, prompts, int(seed), calls[stage])
+        found = disturbed(place / seed, model, stage, prompts, most, int(seed), calls[stage])
         print(json.dumps(found), flush=True)
         bad += found["wrong"] is not None
         if found["wrong"] is None:

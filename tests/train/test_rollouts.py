@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.spec.run.folder import ROLLOUTS
-from core.train.attention.exact import PRODUCTS, Products
+from core.train.attention.exact import PRODUCTS, exact_operators
 from core.train.base.stop import Stop
 from core.train.data.order import build_order
 from core.train.engine import Engine
@@ -237,7 +238,7 @@ def test_what_an_adapter_adds_does_not_depend_on_the_rows_beside_it() -> None:
     base, inner, b = (torch.randn(shape, generator=draw) for shape in ((70, 64), (70, 4), (64, 4)))
 
     def added(rows: list[int]) -> torch.Tensor:
-        with Products():  # type: ignore[no-untyped-call]
+        with exact_operators(torch.device("cpu")):
             return base[rows].addmm_(inner[rows], b.t(), alpha=1.7)
 
     whole = added(list(range(70)))
@@ -246,12 +247,32 @@ def test_what_an_adapter_adds_does_not_depend_on_the_rows_beside_it() -> None:
         assert torch.equal(added(rows), whole[rows])
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_activation_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype, threads: int) -> None:
+    """torch's own does on CPUs: at the end of a tensor, or of a thread's share of it, it computes single numbers."""
+    draw, before = torch.Generator().manual_seed(3), torch.get_num_threads()
+    gelu, functional = partial(torch.nn.functional.gelu, approximate="tanh"), torch.nn.functional
+    torch.set_num_threads(threads)
+    try:
+        for width in (50, 64, 577):
+            values = (torch.randn((200, width), generator=draw) * 3).to(dtype)
+            for activation in (functional.silu, torch.sigmoid, gelu, lambda some: torch.rsqrt(some.abs() + 1e-6)):
+                with exact_operators(values.device):
+                    whole = activation(values)
+                    assert torch.allclose(whole.double(), activation(values.double()), rtol=1e-2, atol=1e-2)
+                    for rows in (slice(0, 1), slice(3, 16), slice(1, 200), slice(7, 40)):
+                        assert torch.equal(activation(values[rows]), whole[rows]), (width, activation)
+                    assert torch.equal(activation(values[:, :9]), whole[:, :9])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_exact_sampler_is_tried_with_adapters_that_change_something(
     tiny_dir: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They start at 0, which would hide a product whose rounding depends on its rows."""
-    product = torch.ops.aten.addmm_.default
-    monkeypatch.delitem(PRODUCTS, product)
+    monkeypatch.delitem(PRODUCTS, "addmm_")
     stage, training = {"sampler": "exact"}, {"max_length": 96}
     error = refusal(tmp_path / "refused", tiny_dir, rows, stage=stage, training=training)
     assert error["code"] == "sampler_not_exact" and "differ by up to" in error["message"]

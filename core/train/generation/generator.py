@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from core.train.attention.exact import Exact
+from core.train.attention.exact import Exact, LastTokens
 from core.train.generation.sampling import Completion, Key, Likeliest, SamplingParams, Stops, choose, likeliest_of
 from core.train.generation.slots import SlotCache, attention_over
 from core.train.logits import head_at
@@ -33,18 +33,19 @@ class LastLogits:
     """Logits of the next token, float32: by the head's own product where it is of the known form, never rounded to 16
     bits; else the model's."""
 
-    def __init__(self, model: nn.Module, head: OutputHead | str, rows: int, *, exact: bool = False) -> None:
-        """`rows`: places of most passes. `exact`: the product is to be torch's own."""
-        self.model, self.head = model, head
-        self.states: Tensor | None = None
-        """What the head made the logits of the last pass from, [places, hidden]; None where the model made them."""
+    def __init__(self, model: nn.Module, head: OutputHead | str, rows: int, exact: LastTokens | None = None) -> None:
+        """`rows`: places of most passes. `exact`: makes the products, so that it can say the log-probabilities that
+        training has; the head is of the known form then."""
+        self.model, self.head, self.exact = model, head, exact
+        self.products: Tensor | None = None
+        """Those of the last pass, where they are exact."""
         self._weight: Tensor | None = None
         if isinstance(head, OutputHead):
             where = head.weight.device.type
             autocast = torch.is_autocast_enabled(where)
             self._dtype = torch.get_autocast_dtype(where) if autocast else head.weight.dtype
             self._weight = head.weight.to(self._dtype)
-            few = rows <= FEW_PLACES and reads_once(self._weight) and not exact
+            few = rows <= FEW_PLACES and reads_once(self._weight)
             if where == "cpu" and 4 * head.weight.numel() <= WIDENED_BYTES and not few:
                 self._weight = self._weight.float()
 
@@ -56,11 +57,15 @@ class LastLogits:
             with head_at(self.model, places):
                 logits: Tensor = self.model(**inputs, use_cache=False).logits
             return logits[0].float()
-        states = self.states = hidden_states(head, **inputs).flatten(0, 1).index_select(0, places)
-        with torch.autocast(states.device.type, enabled=False):
-            states = states.to(self._dtype).to(self._weight.dtype)
-            found = torch.empty((len(states), len(self._weight)), dtype=torch.float32, device=states.device)
-            wide_product(states, self._weight.t(), out=found)
+        states = hidden_states(head, **inputs).flatten(0, 1).index_select(0, places)
+        if self.exact is not None:
+            self.products = self.exact.products(states)
+            found = self.products.clone()
+        else:
+            with torch.autocast(states.device.type, enabled=False):
+                states = states.to(self._dtype).to(self._weight.dtype)
+                found = torch.empty((len(states), len(self._weight)), dtype=torch.float32, device=states.device)
+                wide_product(states, self._weight.t(), out=found)
         if head.bias is not None:
             found += head.bias.float()
         found *= head.options.scale
@@ -71,10 +76,10 @@ class LastLogits:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """What is behind a prompt: [vocabulary], and [hidden] as LastLogits has it."""
+    """What is behind a prompt: [vocabulary], and [vocabulary] as LastLogits has it."""
 
     logits: Tensor
-    state: Tensor | None
+    products: Tensor | None
 
 
 @dataclass(slots=True)
@@ -114,7 +119,11 @@ class SlotGenerator:
         """`prompt_tokens`: tokens of one pass over prompts at most, padding counted; a longer prompt is a pass by
         itself. The model computes without gradients. `exact`: the arithmetic that the model is in, where log-
         probabilities are to be those of training to the bit; the head is of the known form then."""
-        self.model, self.logits = model, LastLogits(model, head, slots, exact=exact is not None)
+        last = None
+        if exact is not None:
+            assert isinstance(head, OutputHead)
+            last = LastTokens(head, params.temperature or 1.0)
+        self.model, self.logits = model, LastLogits(model, head, slots, last)
         self.params, self.stops = params, stops
         self.slots, self.prompt_tokens, self.device, self.exact = slots, prompt_tokens, device, exact
         self.passes = 0
@@ -199,9 +208,9 @@ class SlotGenerator:
         if new:
             self._read(prompts, cache, new, held, first)
         behind = [first[answer.prompt] for _, answer in taken]
-        states = [one.state for one in behind if one.state is not None]
+        products = [one.products for one in behind if one.products is not None]
         logits = torch.stack([one.logits for one in behind])
-        chosen = self._chosen(logits, torch.stack(states) if states else None, [a for _, a in taken])
+        chosen = self._chosen(logits, torch.stack(products) if products else None, [a for _, a in taken])
         for (slot, answer), drawn in zip(taken, chosen, strict=True):
             answer.add(*drawn, self.stops)
             self._release(owner, slot)
@@ -227,9 +236,9 @@ class SlotGenerator:
         places = [row * width + len(prompts[number]) - 1 for row, number in enumerate(new)]
         positions = torch.arange(width).expand(len(new), width)
         logits = self.logits.at(torch.tensor(places).to(self.device), ids.to(self.device), positions.to(self.device))
-        states = self.logits.states
+        products = self.logits.products
         for row, (number, slots) in enumerate(new.items()):
-            first[number] = _Last(logits[row], None if states is None else states[row])
+            first[number] = _Last(logits[row], None if products is None else products[row])
             for slot in slots:
                 held[slot] = number
 
@@ -244,18 +253,18 @@ class SlotGenerator:
         positions = torch.tensor(lengths).unsqueeze(1).to(self.device)
         logits = self.logits.at(torch.tensor(list(live)).to(self.device), ids, positions)
         self.passes += 1
-        chosen = self._chosen(logits, self.logits.states, list(live.values()))
+        chosen = self._chosen(logits, self.logits.products, list(live.values()))
         for (slot, answer), drawn in zip(live.items(), chosen, strict=True):
             answer.add(*drawn, self.stops)
             self._release(owner, slot)
 
     def _chosen(
-        self, logits: Tensor, states: Tensor | None, answers: Sequence[_Answer]
+        self, logits: Tensor, products: Tensor | None, answers: Sequence[_Answer]
     ) -> list[tuple[int, float, Likeliest | None]]:
         tokens, logprobs = choose(logits, [a.key for a in answers], [len(a.tokens) for a in answers], self.params)
-        if self.exact is not None:
-            assert states is not None and isinstance(self.logits.head, OutputHead)
-            logprobs = self.exact.logprobs(states, self.logits.head, tokens, self.params.temperature or 1.0)
+        if products is not None:
+            assert self.logits.exact is not None
+            logprobs = self.logits.exact.logprobs(products, tokens)
         told = likeliest_of(logits, self.params) if self.params.likeliest else [None] * len(answers)
         return list(zip(tokens.tolist(), logprobs.tolist(), told, strict=True))
 

@@ -9,7 +9,7 @@ had, and are rounded where they were; sums are added up in float32 by both. What
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,21 +48,29 @@ def through_float32(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
+    with replaced({name: make(torch_kernel(name, "CPU")) for name, make in REPLACED.items()}, "CPU"):
+        yield
+
+
+@contextmanager
+def replaced(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iterator[None]:
+    """Within, these are the kernels of torch's operators of these names for tensors of a dispatch key (`CPU`, `CUDA`),
+    in every thread."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, that a kernel is replaced
-            for name, make in REPLACED.items():
-                library.impl(name, make(_kernel(name)), "CPU", allow_override=True)
+            for name, kernel in kernels.items():
+                library.impl(name, kernel, key, allow_override=True)
         yield
     finally:
         library._destroy()
 
 
-def _kernel(name: str) -> Callable[..., Any]:
-    """torch's own."""
-    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+def torch_kernel(name: str, key: str) -> Callable[..., Any]:
+    """What computes an operator now."""
+    kernel = torch.library.get_kernel(f"aten::{name}", key)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return lambda *args, **more: kernel.call_boxed(keys, *args, **more)
 
 

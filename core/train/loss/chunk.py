@@ -103,11 +103,30 @@ class Chunks:
         [c, V] in the head's dtype, valid until the next call.
 
         h [c, H] with c at most `rows`, labels int64 [c], out and weight [c] of `dtype`, right bool [c]."""
+        raw = self.product(h)
+        return self.losses_of(raw, labels, out, gradient=gradient, factor=factor, weight=weight, right=right)
+
+    def product(self, h: Tensor) -> Tensor:
+        """h·Wᵀ [c, V], valid until the next call."""
         raw = self._product[: h.shape[0], : self.head.shape[0]]
         if self.wide:
             wide_product(h, self.head.t(), out=raw)
         else:
             torch.mm(h, self.head.t(), out=raw)
+        return raw
+
+    def losses_of(
+        self,
+        raw: Tensor,
+        labels: Tensor,
+        out: Tensor,
+        *,
+        gradient: bool,
+        factor: float = 1.0,
+        weight: Tensor | None = None,
+        right: Tensor | None = None,
+    ) -> Tensor | None:
+        """`losses` of what `product` has answered."""
         if self.backend == "triton":
             if right is not None:  # scale and cap change no order
                 torch.eq(_first_largest(raw if self.bias is None else raw + self.bias), labels, out=right)

@@ -102,6 +102,12 @@ def token_logprobs(
         return cast(Tensor, _TokenLogprobs.apply(hidden, head, bias, labels, options, rows, backend))  # type: ignore[no-untyped-call]
 
 
+def logprob_chunks(hidden: Tensor, head: Tensor, bias: Tensor | None, options: HeadOptions, rows: int) -> Chunks:
+    """What `token_logprobs` computes such hidden states with, so many rows at a time."""
+    hidden, rows, backend = _prepare(hidden, head, bias, options, rows, None, wide=True)
+    return Chunks(head.to(hidden.dtype), bias, options, rows, backend, wide=True)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenFigures:
     """The loss of each label, and whether it is predicted."""

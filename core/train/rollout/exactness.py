@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from core.errors import SpecError
-from core.train.attention.exact import QUERIES, Exact
+from core.train.attention.exact import ROWS, Exact
 from core.train.engine import Engine
 from core.train.generation.sampling import Key, SamplingParams
 from core.train.logits import divides
 from core.train.loss.head import OutputHead
 from core.train.rollout.buffer import Rollout
 
-PROMPTS, SAMPLES, TOKENS = (QUERIES + 5, 3), 3, 6
+PROMPTS, SAMPLES, TOKENS = (ROWS + 5, 3), 3, 6
 """Tokens of the trial's prompts, answers to each, and tokens of an answer."""
 
 
