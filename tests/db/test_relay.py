@@ -103,6 +103,11 @@ def test_events_metrics_progress_and_record(database: Database, claim: Claim, ro
     assert attempt.run_record == {"device": "cpu"}
     assert offset == batch.end == path.stat().st_size
 
+    with path.open("a") as file:
+        file.write(line(7, "checkpoint", step=7, path="checkpoints/step-7"))
+    assert tell(database, claim, relay.read_batch(path, batch.end))
+    assert row(claim.token.job_id).progress == {"step": 7, "total_steps": 10, "seconds_left": None}, "as it pauses"
+
 
 def test_numbers_that_json_has_no_word_for(database: Database, claim: Claim) -> None:
     batch = relay.EventBatch(

@@ -66,6 +66,10 @@ def relay(session: Session, token: Token, batch: EventBatch, *, of: int | None =
             values["progress_at"] = db_now()
             values["progress"] = {key: value for key, value in line.items() if key not in ("seq", "time", "type")}
     furthest = max((line["step"] for line in batch.lines if line["type"] == "checkpoint"), default=0)
+    progress = values.get("progress") or job.progress or {}
+    if of is None and furthest > (progress.get("step") or 0):
+        # The trainer tells its progress now and then, so that the last word of one that pauses is its checkpoint.
+        values["progress"] = {**progress, "step": furthest}
     if furthest > job.furthest_step:  # it gets on: what was lost before counts no more
         values |= {"furthest_step": furthest, "losses": 0, "full_disks": 0, "needs_bytes": None}
     # Metrics have a table of their own, and a bar's every tick is no news.
