@@ -190,7 +190,7 @@ class LastTokens:
         return found
 
     def logprobs(self, products: Tensor, labels: Tensor) -> Tensor:
-        """Of a label for each row of products, float32 [n]."""
+        """Log-probability of the label of each row of `products`, float32 [n]."""
         assert self._chunks is not None
         more = -len(labels) % ROWS
         padded, found = functional.pad(labels, (0, more), value=IGNORE_INDEX), []
