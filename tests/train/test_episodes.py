@@ -13,12 +13,14 @@ from transformers import AutoTokenizer
 from core.data.rows import Message, PromptOnly
 from core.errors import SpecError
 from core.spec.axes.rendering import ModelTemplate
+from core.spec.axes.rollout.stages import PPOStage
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.base.stop import Stop
 from core.train.engine import Engine
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 from core.train.rollout.buffer import Rollout
+from core.train.rollout.estimation import estimate, explained_variance
 from core.train.rollout.turns.replies import Replies
 from tests.support.trainer import events, log, notices, run, weights, write_rows, write_run
 
@@ -186,6 +188,56 @@ def test_a_run_that_was_stopped_in_an_episode_goes_on_with_the_same_bits(
     second = go(tmp_path / "second", tiny_dir, rows, resume_from=[first])
     assert weights(second) == weights(calm) and figures(first, second) == figures(calm)
     assert lines(second) == lines(calm)
+
+
+def test_ppo_values_the_tokens_of_the_model_across_replies_and_resumes_in_an_episode(
+    tiny_dir: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes: dict[str, Any] = {
+        "stage": {"type": "ppo", "num_generations": 1, "num_iterations": 2, "beta": 0.05},
+        "training": {"max_steps": 4},
+    }
+    calm = go(tmp_path / "calm", tiny_dir, rows, **axes)
+    assert {len(one["turns"]) for one in lines(calm)} > {1, 3}
+    told = figures(calm)
+    assert all(values["grad_norm"] > 0 and values["turns/max"] > 1 for values in told.values())
+    assert all(values["approx_kl"] == 0 for step, values in told.items() if step in (1, 3)), "the first of two steps"
+    stop, calls, before = Stop(), [0], Engine.complete
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        stop.requested = calls[0] == 5
+        return before(*args, **options)
+
+    first = order(tmp_path / "first", tiny_dir, rows, **axes)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "complete", counted)
+        assert run(first, stop) == EXIT_CHECKPOINTED, events(first)[-1]
+    second = go(tmp_path / "second", tiny_dir, rows, resume_from=[first], **axes)
+    assert weights(second) == weights(calm) and figures(first, second) == told
+    assert lines(second) == lines(calm)
+
+
+def test_advantages_go_from_each_token_of_the_model_to_its_next_one() -> None:
+    stage = PPOStage.model_validate({"reward": ["environment"], "beta": 0.1, "gamma": 0.9, "lam": 0.8})
+    masks = [[1, 1, 0, 0, 1], [1, 0]]
+    learned = np.asarray([one for mask in masks for one in mask], dtype=bool)
+    numbers = np.random.default_rng(2).normal(size=(4, len(learned))).astype(np.float32) * learned
+    names = ("sampler", "old", "reference", "value")
+
+    def made(answers: list[list[int]], values: Any, **more: Any) -> Rollout:
+        of_tokens, rewards = dict(zip(names, values, strict=True)), [1.0, 0.0]
+        rollout = Rollout(0, [[1, 2]], [0], answers, [True, True], {"r": rewards}, rewards, [], of_tokens, **more)
+        rollout.advantages = estimate(rollout, stage)
+        return rollout
+
+    episodes = made([[11, 12, 13, 14, 15], [21, 22]], numbers, learned=masks, turns=[[("assistant", "x")], []])
+    single = made([[11, 12, 15], [21]], numbers[:, learned])
+    for name in ("return", "advantage"):
+        found = episodes.token_values[name]
+        assert found[learned].tolist() == single.token_values[name].tolist() and not found[~learned].any()
+    assert episodes.advantages == pytest.approx(single.advantages)
+    assert explained_variance(episodes) == explained_variance(single)
 
 
 def test_how_a_step_is_cut_and_where_prompts_are_computed_changes_nothing(

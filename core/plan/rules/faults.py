@@ -15,7 +15,7 @@ from core.spec.axes.method import OFT, Adapter, Full, LowRank
 from core.spec.axes.quantization import NoQuantization
 from core.spec.axes.rollout.environment import PythonEnvironment, TaskEnvironment
 from core.spec.axes.rollout.reward import EnvironmentReward, ModelReward, TaskReward
-from core.spec.axes.rollout.stages import GroupStage, RolloutStage
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import HeldOut, NoSamples
 from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, SimPO
 from core.spec.job import JobSpec
@@ -167,12 +167,12 @@ def _faults_of_rollouts(spec: JobSpec, stage: RolloutStage) -> Iterator[Fault]:
 
 def _faults_of_episodes(stage: RolloutStage) -> Iterator[Fault]:
     """Rewards and an environment that do not go together."""
-    environment = stage.environment if isinstance(stage, GroupStage) else None
+    environment = stage.environment
     if not isinstance(environment, PythonEnvironment) and any(isinstance(r, EnvironmentReward) for r in stage.reward):
         yield Fault(
             "no_environment",
-            "the reward `environment` is what an environment of type `python` says; set `stage.environment`, which "
-            "grpo and rloo have, or remove the reward",
+            "the reward `environment` is what an environment of type `python` says; set `stage.environment`, "
+            "or remove the reward",
             "stage.reward",
         )
     if isinstance(environment, TaskEnvironment) and not any(isinstance(r, TaskReward) for r in stage.reward):

@@ -19,7 +19,7 @@ from core.spec.axes.rollout.reward import (
     TaskReward,
     names_of,
 )
-from core.spec.axes.rollout.stages import GroupStage, RolloutStage
+from core.spec.axes.rollout.stages import RolloutStage
 from core.train.engine import Engine
 from core.train.evaluation.held_out import describe_batches
 from core.train.evaluation.samples import stop_tokens
@@ -79,7 +79,7 @@ class Answerer:
         self.slots = stage.slots
         """Answers in the making at the same time; fewer once the device had no memory for them."""
         self._told: set[str] = set()
-        environment = stage.environment if isinstance(stage, GroupStage) else None
+        environment = stage.environment
         self.sandbox = open_sandbox(stage.reward, run.cache_dir, always=environment is not None)
         """Where code of users runs. It ends with this process."""
         self.graders = Graders(run, stage.reward)

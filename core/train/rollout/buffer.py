@@ -60,6 +60,10 @@ class Rollout:
             return np.ones(len(self.answers[number]), dtype=np.bool_)
         return np.asarray(self.learned[number], dtype=np.bool_)
 
+    def all_masks(self) -> npt.NDArray[np.bool_]:
+        """Which tokens of all answers, end to end, are the model's."""
+        return np.concatenate([self.mask(number) for number in range(len(self.answers))])
+
     def lengths(self) -> list[int]:
         """Tokens of the model in each answer."""
         return [sum(one) for one in self.learned] if self.learned else [len(one) for one in self.answers]

@@ -4,7 +4,8 @@ r_t = -β (log p_old - log p_ref) of each token; at the last token of an answer 
 δ_t = r_t + γ V_{t+1} - V_t,   A_t = δ_t + γ λ A_{t+1}       beyond the last token both are 0
 return_t = A_t + V_t
 
-An answer that was cut off at its room ends as the others do: its reward is all that is known of it.
+An answer that was cut off at its room ends as the others do: its reward is all that is known of it. In an episode of
+several turns the tokens are those of the model: one of a reply has no value, and the next after it is the model's.
 """
 
 from __future__ import annotations
@@ -23,15 +24,20 @@ Numbers = npt.NDArray[np.float32]
 
 def estimate(rollout: Rollout, stage: PPOStage) -> list[float]:
     """Put `return` and `advantage` of each token beside its `value`; the mean advantage of each answer."""
-    lengths = [len(answer) for answer in rollout.answers]
-    tokens = rollout.token_values
-    rewards = np.zeros_like(tokens["value"])
+    lengths, tokens = rollout.lengths(), rollout.token_values
+    learned = rollout.all_masks()
+    values = tokens["value"][learned]
+    rewards = np.zeros_like(values)
     if stage.beta:
-        rewards -= np.float32(stage.beta) * (tokens["old"] - tokens["reference"])
+        rewards -= np.float32(stage.beta) * (tokens["old"] - tokens["reference"])[learned]
     rewards[np.cumsum(lengths) - 1] += np.asarray(rollout.total, dtype=np.float32)
-    found = estimated(rewards, tokens["value"], lengths, stage.gamma, stage.lam)
-    tokens["return"] = found + tokens["value"]
-    tokens["advantage"] = whitened(found) if stage.whiten_advantages else found
+    found = estimated(rewards, values, lengths, stage.gamma, stage.lam)
+    for name, numbers in (
+        ("return", found + values),
+        ("advantage", whitened(found) if stage.whiten_advantages else found),
+    ):
+        tokens[name] = np.zeros_like(tokens["value"])
+        tokens[name][learned] = numbers
     return [total / length for total, length in zip(rollout.answer_sums(tokens["advantage"]), lengths, strict=True)]
 
 
@@ -61,6 +67,7 @@ def whitened(values: Numbers) -> Numbers:
 def explained_variance(rollout: Rollout) -> float:
     """Share of the variance of the returns that the values before the first step account for; 0 where returns do not
     vary."""
-    returns = rollout.token_values["return"].astype(np.float64)
-    left = (returns - rollout.token_values["value"]).var()
+    learned = rollout.all_masks()
+    returns = rollout.token_values["return"][learned].astype(np.float64)
+    left = (returns - rollout.token_values["value"][learned]).var()
     return float(1 - left / returns.var()) if returns.var() > 0 else 0.0

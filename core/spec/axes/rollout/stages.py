@@ -28,6 +28,9 @@ class RolloutStage(SpecModel):
     """If a reward cannot be computed, because it raises, takes too long or answers no finite number: `fail` ends the
     job and names the row; `zero` counts the reward as 0; `skip` counts the sum of all answers to that prompt as 0, so
     that nothing is learned from comparing them."""
+    environment: EnvironmentArm | None = None
+    """What replies to the model's answers, for episodes of several turns (docs/rollouts.md). Rewards read the model's
+    last turn. Default: an answer is one turn."""
     num_generations: Annotated[int, Field(ge=2, le=1024)] = 8
     """Answers to each prompt."""
     max_completion_length: Annotated[int, Field(ge=1, le=131_072)] = 256
@@ -64,9 +67,6 @@ class RolloutStage(SpecModel):
 class GroupStage(RolloutStage):
     """Common fields of the stages that compare the answers to a prompt; not an arm."""
 
-    environment: EnvironmentArm | None = None
-    """What replies to the model's answers, for episodes of several turns (docs/rollouts.md). Rewards read the model's
-    last turn. Default: an answer is one turn."""
     max_resamples: Annotated[int, Field(ge=0, le=100)] = 0
     """Times at most that a group whose answers all have the same reward is drawn anew, since nothing is learned from
     it. It stays as it is where no draw makes a difference."""
