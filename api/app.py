@@ -65,6 +65,7 @@ from api.web import router as web
 from api.web.changes import Changes
 from core import __version__
 from core.db.engine import Database
+from core.jobs.lifecycle.sessions import log as session_log
 from core.settings import Settings
 from core.storage.layout import Layout
 from core.storage.open import open_store
@@ -170,7 +171,13 @@ def _state(settings: Settings) -> AppState:
     database = Database(settings.sqlalchemy_url)
     store = open_store(settings)
     uses = LastUse(database, idle_seconds=settings.session_idle_hours * 3600)
-    return AppState(settings, database, layout, store, Hub(database), RequestLimits(settings), uses, Wakes(layout))
+
+    def answered(session_id: str, least: int) -> tuple[str, list[int]]:
+        with database.read() as session:
+            return session_log.answered(session, session_id, least)
+
+    wakes = Wakes(layout, answered)
+    return AppState(settings, database, layout, store, Hub(database), RequestLimits(settings), uses, wakes)
 
 
 def _lifespan(state: AppState) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

@@ -31,11 +31,9 @@ async def until(
     longest: float = LONGEST_LOOK,
     request: Request | None = None,
     rung: Callable[[], asyncio.Event] | None = None,
-    pace: Callable[[], float] = lambda: 0.0,
 ) -> T:
     """What `look` finds once it is `over`, `seconds` have passed, or the client of `request` has left. It looks in a
-    thread; the pauses between looks grow from `first` to `longest` seconds, and are at least `pace` seconds. `rung`
-    makes an event that ends a pause."""
+    thread; the pauses between looks grow from `first` to `longest` seconds. `rung` makes an event that ends a pause."""
     deadline, pause = time.monotonic() + seconds, first
     while True:
         event = None if rung is None else rung()  # before the look: what comes meanwhile is not missed
@@ -43,7 +41,7 @@ async def until(
         left = deadline - time.monotonic()
         if over(found) or left <= 0 or (request is not None and await request.is_disconnected()):
             return found
-        await _pause(min(max(pause, pace()), left), event)
+        await _pause(min(pause, left), event)
         pause = min(pause * GROWTH, longest)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from fastapi import Request
@@ -14,9 +15,6 @@ from core.db.tables import SessionOperation
 from core.jobs.base.states import FINAL, Status
 from core.jobs.lifecycle.sessions.records import FoundSession
 
-FIRST_LOOK, LONGEST_LOOK = 0.004, 0.1
-"""Seconds between two looks for a result whose end nobody rings for: its worker is on another box."""
-
 Seen = tuple[FoundSession, SessionOperation, bytes]
 
 
@@ -27,11 +25,8 @@ async def result(
     after `wait` seconds."""
     look = partial(sessions.look, principal, session_id, position)
     wakes: Wakes = request.app.state.eft.wakes
-    first = LONGEST_LOOK if wakes.rings_for(session_id) else FIRST_LOOK
     rung = partial(wakes.of, session_id, position)
-    return await until(
-        _over, look, wait, first=first, longest=LONGEST_LOOK, request=request, rung=rung, pace=wakes.pause
-    )
+    return await until(_over, look, wait, first=math.inf, longest=math.inf, request=request, rung=rung)
 
 
 def _over(seen: Seen) -> bool:

@@ -12,7 +12,7 @@ from api.auth.policy import Reading, Writing
 from api.deps import App
 from api.http.body import read_body
 from api.http.waiting import until
-from api.sessions.results import FIRST_LOOK, LONGEST_LOOK
+from api.sessions.wakes import FIRST_LOOK, LONGEST_LOOK
 from api.tinker.door import CLONE, Door, SamplerId
 from api.tinker.forms import bodies
 from core.jobs.lifecycle.sessions import lanes, log, records

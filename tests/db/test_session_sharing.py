@@ -96,6 +96,7 @@ def test_a_guest_that_is_parked_or_closed_ends_as_one_with_a_slot(lab: Lab, host
         {"quantization": "nf4"},
         {"precision": "fp32"},
         {"resources": {"max_runtime_seconds": 600}},
+        {"method": {"type": "full"}},
     ],
     ids=str,
 )

@@ -439,27 +439,28 @@ def test_a_broken_adapter_from_elsewhere_is_told_and_ends_nothing(child: InThrea
     assert child.ask("forward", examples(*ROWS), model="a")[0] == before
 
 
-def test_a_killed_child_goes_on_to_the_bit_from_its_snapshot(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [{**LORA, "lora_dropout": 0.1}, {"type": "full"}], ids=lambda one: str(one["type"]))
+def test_a_killed_child_goes_on_to_the_bit_from_its_snapshot(
+    tiny_dir: Path, tmp_path: Path, method: dict[str, Any]
+) -> None:
     """kill -9 within an accumulation window, behind a snapshot: replayed from there, the weights are those of a child
     that was not disturbed. Dropout takes part."""
-    log: list[tuple[str, Any, dict[str, Any]]] = [
-        ("create", None, {"model": "m", "method": {**LORA, "lora_dropout": 0.1}, "seed": 5})
-    ]
+    log: list[tuple[str, Any, dict[str, Any]]] = [("create", None, {"model": "m", "method": method, "seed": 5})]
     for turn in range(4):
         log.append(("forward_backward", examples(ROWS[turn % 3]), {"model": "m"}))
         log.append(("forward_backward", examples(ROWS[(turn + 1) % 3]), {"model": "m"}))
         log.append(("step", None, {"model": "m", "learning_rate": 0.01, "max_grad_norm": 0.5}))
     log.append(("save", None, {"model": "m", "name": "end"}))
 
-    def finish(child: SessionClient) -> bytes:
+    def finish(child: SessionClient) -> list[bytes]:
         for op, arrays, fields in log[child.position :]:
             result, _ = child.ask(op, arrays, **fields)
-        return (Path(result["folder"]) / "state.safetensors").read_bytes()
+        return [path.read_bytes() for path in sorted(Path(result["folder"]).glob("*.safetensors"))]
 
-    calm = InThread(tmp_path / "calm-run", session.order(tiny_dir, tmp_path / "calm"))
+    calm = InThread(tmp_path / "calm-run", session.order(tiny_dir, tmp_path / "calm", method=method))
     expected = finish(calm)
     calm.end()
-    given = session.order(tiny_dir, tmp_path / "struck")
+    given = session.order(tiny_dir, tmp_path / "struck", method=method)
     with SessionChild(tmp_path / "run-1", given) as child:
         child.hello()
         for op, arrays, fields in log[:6]:
@@ -471,8 +472,56 @@ def test_a_killed_child_goes_on_to_the_bit_from_its_snapshot(tiny_dir: Path, tmp
         child.process.kill()
     revived = InThread(tmp_path / "run-2", given)
     assert revived.position == 6
-    assert finish(revived) == expected
+    assert len(expected) == 2 and finish(revived) == expected
     revived.end()
+
+
+def test_a_session_that_trains_the_model_itself(tiny_dir: Path, tmp_path: Path) -> None:
+    """Steps are those of torch's SGD over transformers' model; what is saved is a model that transformers loads, and
+    that comes back with its optimizer to the bit. There is one owner, no base beside it and no adapter."""
+    child = InThread(tmp_path / "run", session.order(tiny_dir, tmp_path / "session", method={"type": "full"}))
+    base = child.ask("logprobs", examples(*ROWS), model=None)[1]["logprobs"]
+    assert child.answer("create", model="a", method=LORA)[0]["error"]["field"] == "method"
+    child.ask("create", model="m", method={"type": "full"}, optimizer={"type": "sgd", "momentum": 0.9})
+    model = reference(tiny_dir, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+    for _ in range(3):
+        result, _ = child.ask("forward_backward", examples(*ROWS), model="m")
+        loss = -sum(logprobs_of(model, row).sum() for row in ROWS)
+        loss.backward()
+        assert result["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+        child.ask("step", model="m", learning_rate=0.002, weight_decay=0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = Path(child.ask("save", model="m", name="one")[0]["folder"])
+    found, there = reference(saved, None), dict(model.named_parameters())
+    moved = [float((tensor - there[name]).abs().max()) for name, tensor in found.named_parameters()]
+    begun = dict(reference(tiny_dir, None).named_parameters())
+    far = max(float((tensor - begun[name]).abs().max()) for name, tensor in there.items())
+    assert max(moved) < 1e-3 * far
+    _, scored = child.ask("logprobs", examples(*ROWS), model="m")
+    with torch.no_grad():
+        expected = [np.append(logprobs_of(found.eval(), row).numpy(), 0.0) for row in ROWS]
+    assert np.allclose(scored["logprobs"], np.concatenate(expected), atol=2e-5)
+
+    def onward() -> list[float]:
+        child.ask("forward_backward", examples(*ROWS), model="m")
+        child.ask("step", model="m", learning_rate=0.002)
+        return [child.ask("forward", examples(*ROWS), model="m")[0]["loss"]]
+
+    first = onward()
+    child.ask("load", model="m", folder=str(saved), with_optimizer=True)
+    assert np.array_equal(child.ask("logprobs", examples(*ROWS), model="m")[1]["logprobs"], scored["logprobs"])
+    assert onward() == first
+    for op, more in (("create", {"model": "b", "method": {"type": "full"}}), ("logprobs", {"model": None})):
+        assert child.answer(op, examples(*ROWS) if op == "logprobs" else None, **more)[0]["error"]["field"] == "model"
+    assert child.answer("logprobs", examples(*ROWS), folder=str(saved))[0]["error"]["field"] == "folder"
+    assert child.answer("load", model="m", folder=str(tmp_path))[0]["error"]["field"] == "folder"
+    child.ask("drop", model="m")
+    assert np.array_equal(child.ask("logprobs", examples(*ROWS), model=None)[1]["logprobs"], base)
+    child.ask("load", model="again", folder=str(saved))
+    assert np.array_equal(child.ask("logprobs", examples(*ROWS), model="again")[1]["logprobs"], scored["logprobs"])
+    child.end()
 
 
 def test_sessions_that_share_a_child_come_to_what_each_comes_to_alone(tiny_dir: Path, tmp_path: Path) -> None:

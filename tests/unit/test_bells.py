@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from functools import partial
@@ -52,7 +53,7 @@ def test_a_result_is_looked_for_when_it_is_rung_for(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
 
     async def waited(ring: str, pause: float) -> tuple[bool, float]:
-        wakes, looks, done = Wakes(layout), [], threading.Event()
+        wakes, looks, done = Wakes(layout, lambda session_id, least: ("running", [])), [], threading.Event()
         wakes.start()
 
         def look() -> bool:
@@ -73,38 +74,44 @@ def test_a_result_is_looked_for_when_it_is_rung_for(tmp_path: Path) -> None:
     assert found and seconds >= 0.5, "the end of an operation before it"
 
 
-def test_many_that_wait_look_seldom_and_a_ring_wakes_all_before_it(tmp_path: Path) -> None:
-    """The results of 2,000 samples are told by few looks, also where rings are lost."""
+def test_one_looks_for_all_who_wait_and_a_ring_wakes_all_before_it(tmp_path: Path) -> None:
+    """The results of 2,000 samples are told by two looks of each request, and few for all; also where nobody rings."""
 
-    async def wait() -> int:
+    async def wait() -> tuple[int, int]:
         layout = Layout(tmp_path / "data")
         layout.create()
-        wakes, looks, answered = Wakes(layout), [0], [0]
+        looks, for_all, answered = [0], [0], [0]
+        status = ["running"]
+
+        def look_for_all(session_id: str, least: int) -> tuple[str, list[int]]:
+            for_all[0] += 1
+            return status[0], [position for position in range(least, 2001) if position <= answered[0]]
+
+        wakes = Wakes(layout, look_for_all)
         wakes.start()
 
         def look(position: int) -> bool:
             looks[0] += 1
-            return position <= answered[0]
+            return position <= answered[0] or status[0] == "failed"
 
         def one(position: int) -> asyncio.Task[bool]:
             rung = partial(wakes.of, "session-1", position)
-            found = until(bool, partial(look, position), 3600.0, first=0.1, longest=0.1, rung=rung, pace=wakes.pause)
+            found = until(bool, partial(look, position), 3600.0, first=math.inf, longest=math.inf, rung=rung)
             return asyncio.create_task(found)
 
-        assert wakes.pause() == 0.0
         waiting = [one(position) for position in range(1, 2001)]
         while looks[0] < 2000:
             await asyncio.sleep(0.01)
-        assert wakes.pause() == 10.0
+        answered[0] = 1000  # nobody rings
+        await asyncio.gather(*waiting[:1000])
         answered[0] = 1999
         bells.ring(layout.bells, "api-*", "session-1.1999")
         await asyncio.gather(*waiting[:-1])
         assert not waiting[-1].done()
-        answered[0] = 2000
-        bells.ring(layout.bells, "api-*", "session-1.2000")
-        assert await waiting[-1]
+        status[0] = "failed"
+        assert await waiting[-1], "the end of the session is the end of waiting"
         wakes.close()
-        assert wakes.pause() == 0.0
-        return looks[0]
+        return looks[0], for_all[0]
 
-    assert asyncio.run(wait()) < 6000
+    looks, for_all = asyncio.run(wait())
+    assert looks == 4000 and for_all < 1000

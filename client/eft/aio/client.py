@@ -55,10 +55,12 @@ class AsyncClient(AsyncEvents, AsyncFiles, AsyncNodes):
     def session(
         self, *, model: Any, method: dict[str, Any] | str | None = "lora", patience: float = 300.0, **spec: Any
     ) -> AsyncTrainingSession:
-        """A session over `model` with one adapter (None: none yet), to be entered: `async with client.session(…) as s`.
-        `spec`: further fields, such as `quantization` and `resources`. It survives a server that is away for at most
-        `patience` seconds."""
+        """A session over `model` with one adapter (None: none yet; `full`: the model itself is trained), to be entered:
+        `async with client.session(…) as s`. `spec`: further fields, such as `quantization` and `resources`. It survives
+        a server that is away for at most `patience` seconds."""
         written = {"type": method} if isinstance(method, str) else method
+        if written is not None and written.get("type") == "full":
+            spec["method"] = written
         return AsyncTrainingSession(self._transport, {"model": model, **spec}, written, patience)
 
     async def __aenter__(self) -> AsyncClient:

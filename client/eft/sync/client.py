@@ -56,10 +56,12 @@ class Client(Events, Files, Nodes):
     def session(
         self, *, model: Any, method: dict[str, Any] | str | None = "lora", patience: float = 300.0, **spec: Any
     ) -> TrainingSession:
-        """A session over `model` with one adapter (None: none yet), to be entered: `with client.session(…) as s`.
-        `spec`: further fields, such as `quantization` and `resources`. It survives a server that is away for at most
-        `patience` seconds."""
+        """A session over `model` with one adapter (None: none yet; `full`: the model itself is trained), to be entered:
+        `with client.session(…) as s`. `spec`: further fields, such as `quantization` and `resources`. It survives
+        a server that is away for at most `patience` seconds."""
         written = {"type": method} if isinstance(method, str) else method
+        if written is not None and written.get("type") == "full":
+            spec["method"] = written
         return TrainingSession(self._transport, {"model": model, **spec}, written, patience)
 
     def __enter__(self) -> Client:

@@ -14,6 +14,7 @@ from core.spec.axes.runtime import Resources, SingleDevice
 from core.spec.axes.training import Training
 from core.spec.base import SpecModel
 from core.spec.job import JobName, JobSpec, Note, Tags
+from core.spec.session.method import SessionMethod
 
 NO_ROWS = "/dev/null"
 """The training file of a session, which has no rows: what it learns from comes with each operation."""
@@ -37,8 +38,9 @@ class SessionSpec(SpecModel):
     """Priority in the queue, as a job's."""
     model: Model
     """Base model, as a job's."""
-    method: LoRA = LoRA()
-    """Adapter of operations that name none; each one that is created may have its own."""
+    method: SessionMethod = LoRA()
+    """`lora`: any number of adapters over a base that stays, each of which may have a method of its own. `full`: one
+    model, whose weights are the base's; the session shares its process with no other."""
     quantization: Quantization | None = Field(default=None)
     """Format of the frozen weights: `none`, `int8` or `nf4`."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"

@@ -10,6 +10,7 @@ from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW, Optimizer
 from core.spec.base import SpecModel
 from core.spec.session.losses import CrossEntropy, SessionLoss
+from core.spec.session.method import SessionMethod
 
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 CheckpointName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -32,8 +33,9 @@ class CreateModel(OfModel):
     """Add an adapter to the base, with an optimizer, a gradient window and a random state of its own."""
 
     op: Literal["create"] = "create"
-    method: LoRA = LoRA()
-    """The adapter. It goes over whatever format the base has."""
+    method: SessionMethod = LoRA()
+    """The adapter, which goes over whatever format the base has; `full` in a session that was opened with it: the model
+    itself."""
     optimizer: Optimizer = AdamW()
     """The optimizer; its learning rate is given with each step."""
     seed: Seed = 0

@@ -1,4 +1,5 @@
-"""One adapter of a session: its engine, and the state that outlives the process."""
+"""One adapter of a session, or the model that a session trains whole: its engine, and the state that outlives the
+process."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from core.spec.axes.method import LoRA
+from core.spec.axes.method import Full, LoRA
 from core.spec.axes.optim.optimizers import BAdam, SophiaG
 from core.spec.axes.optimizer import Optimizer
+from core.spec.session.method import SessionMethod
 from core.spec.session.verbs import OptimStep
 from core.train.engine import Engine
 from core.train.optim import state as optimizer_state
@@ -29,6 +31,7 @@ from core.train.session.resident import ResidentBase
 STATE = "state"
 """Stem of the files that `save` makes in the folder of an adapter."""
 _OPTIMIZER: TypeAdapter[Optimizer] = TypeAdapter(Optimizer)
+_METHOD: TypeAdapter[LoRA | Full] = TypeAdapter(SessionMethod)
 
 
 @dataclass
@@ -39,7 +42,7 @@ class SessionAdapter:
     """Its name within the session."""
     key: str
     """Its name on the base, which other sessions may share."""
-    method: LoRA
+    method: LoRA | Full
     optimizer: Optimizer
     seed: int
     base: ResidentBase
@@ -49,7 +52,7 @@ class SessionAdapter:
 
     @classmethod
     def make(
-        cls, base: ResidentBase, name: str, key: str, method: LoRA, optimizer: Optimizer, seed: int
+        cls, base: ResidentBase, name: str, key: str, method: LoRA | Full, optimizer: Optimizer, seed: int
     ) -> SessionAdapter:
         """Put a fresh adapter on the base. BadOperation for an optimizer that sessions do not have."""
         if isinstance(optimizer, BAdam | SophiaG):
@@ -130,11 +133,12 @@ class SessionAdapter:
             "parameters": sum(p.numel() for p in self.engine.trained_parameters.values()),
         }
 
-    def save(self, folder: Path, stem: str) -> None:
-        """Write all of it to two files of an existing folder, under names without that of the adapter."""
+    def save(self, folder: Path, stem: str, *, weights: bool = True) -> None:
+        """Write all of it to two files of an existing folder, under names without that of the adapter. `weights`: False
+        where the folder has those of the whole model beside them."""
         trained = self._neutral()
         kept, numbers = optimizer_state.capture(self.engine.optimizer, trained)
-        tensors = {f"weights/{key}": p.detach() for key, p in trained.items()}
+        tensors = {f"weights/{key}": p.detach() for key, p in trained.items() if weights}
         tensors |= {f"gradients/{key}": p.grad for key, p in trained.items() if p.grad is not None}
         tensors |= {f"optimizer/{key}": value for key, value in kept.items()}
         save_file({key: value.to("cpu").contiguous() for key, value in tensors.items()}, folder / f"{stem}.safetensors")
@@ -150,7 +154,7 @@ class SessionAdapter:
         """Make an adapter of what `save` wrote, to the bit."""
         with reading(folder):
             state = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
-            method, optimizer = LoRA.model_validate(state["method"]), _OPTIMIZER.validate_python(state["optimizer"])
+            method, optimizer = _METHOD.validate_python(state["method"]), _OPTIMIZER.validate_python(state["optimizer"])
             seed = int(state["seed"])
         made = cls.make(base, name, key, method, optimizer, seed)
         try:
@@ -167,6 +171,8 @@ class SessionAdapter:
             tensors = load_file(folder / f"{stem}.safetensors")
         trained = self._neutral()
         weights = _part(tensors, "weights/")
+        if not weights and isinstance(self.method, Full):
+            weights = {key: value for key, value in self.base.read_model(folder).items() if key in trained}
         if weights.keys() != trained.keys() or any(weights[key].shape != p.shape for key, p in trained.items()):
             raise BadOperation("what was saved is of an adapter of another shape", field="folder")
         if state["optimizer"]["type"] != self.optimizer.type:

@@ -1,9 +1,10 @@
-"""The resident base of a session, with any number of adapters on it, one of them active at a time."""
+"""The resident base of a session, with any number of adapters on it, one of them active at a time; or a model that the
+session trains itself."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 
 from core.errors import SpecError
-from core.spec.axes.method import LoRA
+from core.spec.axes.method import Full, LoRA
 from core.train.base.adapters import target_modules
 from core.train.engine import Engine
+from core.train.hub.model_files import inspect
+from core.train.methods.full import adapt_full
 from core.train.methods.lora import leave_inputs, lora_config
 from core.train.model.build import build_base
 from core.train.model.compute import Compute
 from core.train.model.gemm_limits import pad_ranks, split_matmuls
-from core.train.model.load import context_length, pad_token
+from core.train.model.load import context_length, load_model, pad_token
 from core.train.run import Run
 from core.train.session.faults import BadOperation, reading
 
@@ -31,7 +34,8 @@ _PREFIX = "session_"
 class ResidentBase:
     """See the module. The base alone computes through `engine`, adapters through engines of their own."""
 
-    def __init__(self, run: Run, compute: Compute, tokenizer: Any) -> None:
+    def __init__(self, run: Run, compute: Compute, tokenizer: Any, *, whole: bool = False) -> None:
+        """`whole`: its weights are those that are trained, and there are no adapters on it."""
         if compute.scaler is not None:
             raise SpecError(
                 "a session computes in bf16 or fp32, since the scale of fp16 losses is one of a whole run; set "
@@ -39,6 +43,9 @@ class ResidentBase:
                 field="training.precision",
             )
         self.placement = compute.placement
+        self.whole = whole
+        self._owner: str | None = None
+        self._folder = run.model_dir
         self.tokenizer = tokenizer
         self.pad_token_id = pad_token(tokenizer)
         self.model, self.packed = build_base(run, self.placement, tokenizer)
@@ -64,7 +71,10 @@ class ResidentBase:
 
     @contextmanager
     def alone(self) -> Iterator[Engine]:
-        """Compute with the base, without any adapter."""
+        """Compute with the base, without any adapter. BadOperation where the base is being trained."""
+        if self._owner is not None:
+            words = "the session trains the model itself, so that there is no base beside it: name the model"
+            raise BadOperation(words, field="model")
         if self._peft is None:
             yield self.engine
             return
@@ -85,8 +95,14 @@ class ResidentBase:
         finally:
             hooks.__exit__(None, None, None)  # without the exception, at which PEFT would leave its hooks behind
 
-    def add(self, name: str, method: LoRA, seed: int) -> PeftModel:
-        """Put a fresh adapter on the base, active. BadOperation where this cannot be."""
+    def add(self, name: str, method: LoRA | Full, seed: int) -> nn.Module:
+        """Put a fresh adapter on the base, active, or hand out the base itself to be trained. BadOperation where this
+        cannot be."""
+        if isinstance(method, Full) != self.whole:
+            words = "a session has either adapters or one model that it trains whole: open one with `method: "
+            raise BadOperation(f"{words}{method.type}` for this", field="method")
+        if isinstance(method, Full):
+            return self._hand_out(name, method)
         _check_method(method)
         method = method if method.lora_alpha is not None else method.model_copy(update={"lora_alpha": 2.0 * method.r})
         targets = self._targets(method)
@@ -112,23 +128,51 @@ class ResidentBase:
             fuse_adapters(self._peft)
         return self._peft
 
+    def _hand_out(self, name: str, method: Full) -> nn.Module:
+        if self._owner is not None:
+            words = (
+                "the session trains the model itself, and that has one owner: drop it first, or open another session"
+            )
+            raise BadOperation(words, field="model", code="session_name_taken")
+        try:
+            adapt_full(self.model, method)
+        except BaseException:
+            self.model.requires_grad_(False)
+            raise
+        self._owner = name
+        return self.model
+
     def activate(self, name: str) -> None:
         """Let the model compute with this adapter, and have its parameters alone require gradients."""
+        if self.whole:
+            return
         assert self._peft is not None
         self._peft.set_adapter(_PREFIX + name)
 
     def drop(self, name: str) -> None:
-        """Take an adapter off the base."""
+        """Take an adapter off the base, or give the base back the weights of its files."""
+        if self.whole:
+            self._owner = None
+            self.model.requires_grad_(False)
+            self.model.load_state_dict(load_model(self._folder, self.placement.weights).state_dict())
+            return
         assert self._peft is not None
         self._peft.delete_adapter(_PREFIX + name)
 
     def engine_of(self, optimizer: torch.optim.Optimizer) -> Engine:
-        """An engine over the parameters of the active adapter."""
+        """An engine over the parameters of the active adapter, or of the model itself."""
+        if self.whole:
+            return self._engine(self.model, optimizer)
         assert self._peft is not None
         return self._engine(self._peft, optimizer)
 
     def write_adapter(self, name: str, folder: Path) -> None:
-        """Write an adapter as PEFT does, into an existing folder."""
+        """Write an adapter as PEFT does, into an existing folder, or the model itself as transformers does."""
+        if self.whole:
+            model: Any = self.model
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            return
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
 
@@ -138,8 +182,21 @@ class ResidentBase:
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self._peft.peft_config[_PREFIX + name].save_pretrained(str(folder))
 
+    def read_model(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The weights of a model's folder, by their names in this one. BadOperation where they have other names or
+        shapes, or are no finite numbers."""
+        inspect(folder, field="folder")
+        with reading(folder):
+            saved = load_model(folder, self.placement.weights).state_dict()
+        _check_alike("model", self.model.state_dict(), saved)
+        return saved
+
     def read_adapter(self, name: str, folder: Path) -> None:
-        """Put saved weights in the place of an adapter's. BadOperation where they have other names or shapes."""
+        """Put saved weights in the place of an adapter's, or of the model's own. BadOperation where they have other
+        names or shapes."""
+        if self.whole:
+            self.model.load_state_dict(self.read_model(folder))
+            return
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
         from safetensors.torch import load_file
 
@@ -147,15 +204,7 @@ class ResidentBase:
         with reading(folder):
             saved = load_file(folder / "adapter_model.safetensors")
         made = get_peft_model_state_dict(self._peft, adapter_name=_PREFIX + name)
-        if odd := sorted(saved.keys() ^ made.keys()):
-            where = "the saved adapter lacks" if odd[0] in made else "this adapter has no place for"
-            raise BadOperation(f"{where} {odd[0]}, and {len(odd) - 1} more tensors differ", field="folder")
-        for key, tensor in saved.items():
-            if tensor.shape != made[key].shape:
-                words = f"{key} is {list(tensor.shape)} in the saved adapter and {list(made[key].shape)} in this one"
-                raise BadOperation(words, field="folder")
-            if not bool(tensor.isfinite().all()):
-                raise BadOperation(f"{key} has NaN or infinite numbers", field="folder", code="model_not_finite")
+        _check_alike("adapter", made, saved)
         set_peft_model_state_dict(self._peft, saved, adapter_name=_PREFIX + name)
 
     def neutral(self, name: str, parameter: str) -> str:
@@ -174,6 +223,19 @@ def _linear_names(model: Any) -> list[str]:
     head = model.get_output_embeddings()
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _check_alike(what: str, made: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    """BadOperation where saved weights are not in the place of those that were made."""
+    if odd := sorted(saved.keys() ^ made.keys()):
+        where = f"the saved {what} lacks" if odd[0] in made else f"this {what} has no place for"
+        raise BadOperation(f"{where} {odd[0]}, and {len(odd) - 1} more tensors differ", field="folder")
+    for key, tensor in saved.items():
+        if tensor.shape != made[key].shape:
+            words = f"{key} is {list(tensor.shape)} in the saved {what} and {list(made[key].shape)} in this one"
+            raise BadOperation(words, field="folder")
+        if not bool(tensor.isfinite().all()):
+            raise BadOperation(f"{key} has NaN or infinite numbers", field="folder", code="model_not_finite")
 
 
 def _check_method(method: LoRA) -> None:

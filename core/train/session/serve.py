@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from safetensors.torch import save as tensors_to_bytes
 
 from core.errors import EftError
+from core.spec.axes.method import Full
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.frames import Frame, FrameError, receive, send
@@ -83,7 +84,8 @@ class _SessionLoop:
         compute = prepare_compute(run)
         with run.stop.at_once():
             run.check_stop()
-            self._base = ResidentBase(run, compute, load_tokenizer(run.tokenizer_dir))
+            whole = isinstance(order.spec.method, Full)
+            self._base = ResidentBase(run, compute, load_tokenizer(run.tokenizer_dir), whole=whole)
             self._shelf = Shelf(self._base)
             self._seats = 0
             self._own = self._seated(Path(order.session_dir))

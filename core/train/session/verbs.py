@@ -11,6 +11,7 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
+from core.spec.axes.method import Full
 from core.spec.run.folder import SAVED
 from core.spec.session.losses import Losses
 from core.spec.session.verbs import (
@@ -328,7 +329,7 @@ class SessionVerbs:
         def write(making: Path) -> None:
             adapter.begin()
             self.base.write_adapter(adapter.key, making)
-            adapter.save(making, STATE)
+            adapter.save(making, STATE, weights=not self.base.whole)
             (making / "about.json").write_text(json.dumps(result | {"identity": identity}), encoding="utf-8")
 
         store.write(self.saved, asked.name, write)
@@ -336,7 +337,8 @@ class SessionVerbs:
 
     def _load(self, asked: LoadModel) -> dict[str, Any]:
         folder = Path(asked.folder)
-        check_adapter(folder)
+        if not self.base.whole:
+            check_adapter(folder)
         ours = (folder / f"{STATE}.json").is_file()
         if asked.with_optimizer and not ours:
             words = "this adapter was made elsewhere: it has no state of an optimizer; set `with_optimizer` to false"
@@ -353,7 +355,8 @@ class SessionVerbs:
             return self.adapters[asked.model].about()
         if known is None:
             key = self.key(asked.model)
-            known = SessionAdapter.make(self.base, asked.model, key, method_of(folder), asked.optimizer, asked.seed)
+            method = Full() if self.base.whole else method_of(folder)
+            known = SessionAdapter.make(self.base, asked.model, key, method, asked.optimizer, asked.seed)
             try:
                 self.base.read_adapter(key, folder)
             except BaseException:
@@ -380,6 +383,9 @@ class SessionVerbs:
     def _reading(self, asked: Generate | Logprobs) -> Any:
         """A context with the engine of an adapter, of a saved one, or of the base alone."""
         if asked.folder is not None:
+            if self.base.whole:
+                words = "the session trains the model itself: load what was saved, or open a session with adapters"
+                raise BadOperation(words, field="folder")
             return _As(self.shelf.take(Path(asked.folder)).begin())
         if asked.model is None:
             return self.base.alone()

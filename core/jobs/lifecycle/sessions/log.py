@@ -149,6 +149,17 @@ def undone(session: Session, session_id: str, beyond: int, limit: int = 64) -> S
     return session.execute(query.order_by(SessionOperation.position).limit(limit)).scalars().all()
 
 
+def answered(session: Session, session_id: str, least: int) -> tuple[str, list[int]]:
+    """The status of a session, and the positions from `least` on whose results are there."""
+    query = select(SessionOperation.position).where(
+        SessionOperation.session_id == session_id,
+        SessionOperation.position >= least,
+        SessionOperation.done_at.is_not(None),
+    )
+    status = session.execute(select(Job.status).where(Job.id == session_id)).scalar_one()
+    return status, [*session.execute(query).scalars()]
+
+
 def answer(
     session: Session,
     token: Token,

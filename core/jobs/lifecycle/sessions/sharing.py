@@ -71,6 +71,9 @@ def join(
 
 
 def _base(job: Job) -> Mapping[str, Any]:
-    """What sessions of one process have in common: model, format and precision of the base, and what slots it needs."""
+    """What sessions of one process have in common: model, format and precision of the base, and what slots it needs. A
+    session that trains the model itself has nothing in common with any."""
+    if job.spec["method"]["type"] == "full":
+        return {"alone": job.id}
     fields = {name: value for name, value in job.spec.items() if name not in _OF_ITS_OWN}
     return fields | {"prepared": job.prepared, "adjusted": job.adjusted or {}, "settled": job.settled}
