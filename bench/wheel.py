@@ -7,7 +7,8 @@ from pathlib import Path
 
 from core.spec.axes.model import GGUFModel
 
-ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path(__file__).resolve().parent.parent / "build" / "test-models"
+"""One conversion of the model a checkout, for every bench and every test."""
 
 
 def gguf() -> Path:
@@ -19,8 +20,8 @@ def gguf() -> Path:
 
 
 def model() -> Path:
-    """Its folder in Hugging Face format; converted once, under build/."""
+    """Its folder in Hugging Face format; converted once, into CACHE."""
     from core.train.prepare.models import prepare_model
 
     source = GGUFModel(path=str(gguf()))
-    return prepare_model(source, ROOT / "build" / "test-models", None, True, lambda *_: None).model_dir
+    return prepare_model(source, CACHE, None, True, lambda *_: None).model_dir

