@@ -14,7 +14,7 @@ from core.data.rows import Message, PromptOnly
 from core.errors import SpecError
 from core.spec.axes.rendering import ModelTemplate
 from core.spec.axes.rollout.stages import PPOStage
-from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED
 from core.train.base.stop import Stop
 from core.train.engine import Engine
 from core.train.render.options import RenderOptions
@@ -22,7 +22,8 @@ from core.train.render.renderer import Renderer
 from core.train.rollout.buffer import Rollout
 from core.train.rollout.estimation import estimate, explained_variance
 from core.train.rollout.turns.replies import Replies
-from tests.support.trainer import events, log, notices, run, weights, write_rows, write_run
+from tests.support.rollouts import figures, finished, rollout_run
+from tests.support.trainer import events, notices, run, weights, write_rows
 
 # The reply says which answer it is to and how long that was, so that it depends on what the model said.
 COUNTS = """
@@ -40,11 +41,7 @@ STAGE: dict[str, Any] = {
     "reward": ["environment", {"type": "regex", "pattern": "[a-f]", "name": "early", "weight": 0.1}],
     "environment": {"type": "python", "source": COUNTS, "max_turns": 3, "max_turn_length": 6},
 }  # fmt: skip
-TRAINING: dict[str, Any] = {
-    "max_steps": 3, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "precision": "fp32",
-    "max_length": 200,
-}  # fmt: skip
-CLOCKS = {"tokens_per_second", "memory_bytes"}
+ROOM = {"max_length": 200}
 
 
 @pytest.fixture(scope="module")
@@ -53,37 +50,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows") / "prompts.jsonl", asked)
 
 
-def order(folder: Path, tiny_dir: Path, rows: Path, *, resume_from: list[Path] | None = None, **axes: Any) -> Path:
+def order(folder: Path, tiny_dir: Path, rows: Path, **axes: Any) -> Path:
     stage = STAGE | axes.pop("stage", {})
     stage["environment"] = STAGE["environment"] | axes.pop("environment", {})
-    return write_run(
-        folder,
-        tiny_dir,
-        rows,
-        resume_from=resume_from,
-        data={"train": {"type": "path", "path": str(rows), "format": "prompt"}} | axes.pop("data", {}),
-        stage=stage,
-        method={"type": "lora", "r": 4},
-        training=TRAINING | axes.pop("training", {}),
-        optimizer={"learning_rate": 1e-2},
-        schedule="constant",
-        checkpoint={"type": "disk", "save_steps": 1},
-        **axes,
-    )
+    return rollout_run(folder, tiny_dir, rows, stage=stage, training=ROOM | axes.pop("training", {}), **axes)
 
 
 def go(*args: Any, **axes: Any) -> Path:
-    run_dir = order(*args, **axes)
-    assert run(run_dir) == EXIT_OK, (events(run_dir)[-1], log(run_dir))
-    return run_dir
-
-
-def figures(*run_dirs: Path) -> dict[int, dict[str, float]]:
-    return {
-        event["step"]: {name: value for name, value in event["values"].items() if name not in CLOCKS}
-        for one in run_dirs
-        for event in events(one, "metrics")
-    }
+    return finished(order(*args, **axes))
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:

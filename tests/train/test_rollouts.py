@@ -20,7 +20,8 @@ from core.train.attention.exact import PRODUCTS, exact_operators
 from core.train.base.stop import Stop
 from core.train.data.order import build_order
 from core.train.engine import Engine
-from tests.support.trainer import events, log, notices, run, weights, write_rows, write_run
+from tests.support.rollouts import figures, finished, rollout_run
+from tests.support.trainer import events, log, notices, run, weights, write_rows
 
 E_SHARE = {"type": "regex", "pattern": "[a-f]", "name": "early"}
 SHORT = {"type": "length", "most": 2, "slack": 6}
@@ -28,11 +29,7 @@ STAGE: dict[str, Any] = {
     "type": "grpo", "num_generations": 4, "max_completion_length": 8, "reward": [E_SHARE, SHORT], "slots": 3,
     "temperature": 1.5,
 }  # fmt: skip
-TRAINING: dict[str, Any] = {
-    "max_steps": 3, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "precision": "fp32",
-    "max_length": 64,
-}  # fmt: skip
-CLOCKS = {"tokens_per_second", "memory_bytes"}
+ROOM = {"max_length": 64}
 
 
 @pytest.fixture(scope="module")
@@ -41,35 +38,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows") / "prompts.jsonl", found)
 
 
-def order(folder: Path, tiny_dir: Path, rows: Path, *, resume_from: list[Path] | None = None, **axes: Any) -> Path:
-    return write_run(
-        folder,
-        tiny_dir,
-        rows,
-        resume_from=resume_from,
-        data=axes.pop("data", {"train": {"type": "path", "path": str(rows), "format": "prompt"}}),
-        stage=STAGE | axes.pop("stage", {}),
-        method=axes.pop("method", {"type": "lora", "r": 4}),
-        training=TRAINING | axes.pop("training", {}),
-        optimizer={"learning_rate": 1e-2},
-        schedule="constant",
-        checkpoint={"type": "disk", "save_steps": 1},
-        **axes,
-    )
+def order(folder: Path, tiny_dir: Path, rows: Path, **axes: Any) -> Path:
+    stage, training = STAGE | axes.pop("stage", {}), ROOM | axes.pop("training", {})
+    return rollout_run(folder, tiny_dir, rows, stage=stage, training=training, **axes)
 
 
 def go(*args: Any, **axes: Any) -> Path:
-    run_dir = order(*args, **axes)
-    assert run(run_dir) == EXIT_OK, (events(run_dir)[-1], log(run_dir))
-    return run_dir
-
-
-def figures(*run_dirs: Path) -> dict[int, dict[str, float]]:
-    return {
-        event["step"]: {name: value for name, value in event["values"].items() if name not in CLOCKS}
-        for one in run_dirs
-        for event in events(one, "metrics")
-    }
+    return finished(order(*args, **axes))
 
 
 @pytest.fixture(scope="module")
