@@ -349,6 +349,18 @@ FAILURES: dict[str, Code] = {
         "DoRA in compiled blocks would be slower than without.",
         "Remove `training.compile`, or `method.use_dora`.",
     ),
+    "qat_adapter": (
+        "`quantization: qat` rounds a weight with its adapter added, and the adapter is no such sum.",
+        "Remove `lora_dropout`, `use_dora` or `init_lora_weights`.",
+    ),
+    "qat_refused": (
+        "`quantization: qat` does not go with this stage, or with this way to save memory or time.",
+        "The message names the field.",
+    ),
+    "qat_export": (
+        "The format has other numbers than those that `quantization: qat` trained with.",
+        "Take `torchao_int8` or `torchao_int4`, as `quantization.weights` says.",
+    ),
     "fp8_of_what_is_trained": (
         "fp8 multiplies frozen weights, and the job trains modules whole.",
         "Use another precision, or remove `method.modules_to_save`.",

@@ -67,6 +67,8 @@ class Numbers:
     """Base and adapter in one operator (packed weights)."""
     rotation: OFT | None = None
     """Adapters rotate the inputs of their layers, each its own copy."""
+    rounded: bool = False
+    """Layers round weight and input, and do so again in the backward (`quantization: qat`)."""
     attention: Attention = "flash"
     cpu: bool = False
     whole: bool = False
@@ -162,7 +164,7 @@ def _inputs(fed: Collection[Weight], numbers: Numbers, n: int) -> int:
     c, first = numbers.computed, next(iter(fed), None)
     if first is None:
         return 0
-    if numbers.trained:
+    if numbers.trained or numbers.rounded:
         apart = numbers.residual != c and role(first) != "inner out"
         return (len(fed) if apart else 1) * c * first.inputs * n
     if numbers.rotation is not None:
@@ -198,6 +200,8 @@ def _inner(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) ->
 
 def _adapter(weight: Weight, numbers: Numbers, n: int) -> int:
     c = numbers.computed
+    if numbers.rounded:
+        return 0
     total = c * numbers.rank * n
     if numbers.rotation is not None:
         total += (7 if c < 4 else 4) * c * weight.inputs * (numbers.rotation.block_of(weight.inputs) or 0)

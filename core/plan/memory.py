@@ -49,7 +49,7 @@ from core.spec.axes.export import (
 )
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA
 from core.spec.axes.optim.optimizers import SophiaG
-from core.spec.axes.quantization import NF4, Int8, NoQuantization
+from core.spec.axes.quantization import NF4, QAT, Int8
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import (
     ActivationsOnHost,
@@ -69,6 +69,10 @@ PROCESS_BYTES = 1536 << 20
 """Host memory of a trainer before it has a model: Python, torch, transformers, the driver's mappings."""
 
 
+ROUNDING_BYTES = 24
+"""Bytes per weight of the layer that `quantization: qat` rounds: six float32 copies at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     kind: str
@@ -80,7 +84,7 @@ class Item:
 class Plan:
     device: tuple[Item, ...]
     """On the device at the moment at which it holds most. Kinds: weights, reward models, adapter, gradients, optimizer,
-    activations, logits, slots, scratch, slack."""
+    activations, logits, slots, scratch, rounding, slack."""
     moment: str
     """The moment: `reference`, `loss`, `backward begins`, `backward ends`, `step`, `evaluation`, `rollout` or
     `rewards`."""
@@ -311,6 +315,8 @@ def _state(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, strea
     optimizer = 0 if offloads else kept.bytes(held.trained_tensors)
     scratch = max(held.largest_dense, min(SCRATCH_BYTES[device.kind], held.dense))
     streams = stream.where != "none"
+    linear = (weight.numel for block in shape.patterns for weight in block if weight.kind == "linear")
+    rounding = ROUNDING_BYTES * max(linear, default=0) if isinstance(spec.quantization, QAT) else 0
     return [
         Item("weights", held.stays if streams else held.weights, _weights_why(spec, shape, streams)),
         Item("reward models", _scorers(spec, shape, device), _scorers_why(shape)),
@@ -318,6 +324,7 @@ def _state(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, strea
         Item("slots", min(stream.slots, shape.layers) * held.largest, f"{stream.slots} of the largest block"),
         Item("optimizer", optimizer, kept.kept),
         Item("scratch", scratch, "dense copies of packed weights for the moment of a product"),
+        Item("rounding", rounding, "copies of the largest weight while it is rounded, and its gradient"),
         Item("slack", SLACK_BYTES[device.kind], "the matrix libraries' buffers, the allocator's gaps"),
     ]
 
@@ -393,9 +400,10 @@ def _numbers(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[str
         attention = "eager"
     elif shape.own_dropout and cpu and attention == "flash":  # torch's flash attention for CPUs has no dropout
         attention = "math"
+    rounds = isinstance(spec.quantization, QAT)
     match method_of(spec):
         case Full():
-            return Numbers(computed, 4, True, adapted, attention=attention, cpu=cpu)
+            return Numbers(computed, 4, True, adapted, rounded=rounds, attention=attention, cpu=cpu)
         case OFT() as rotation:
             return Numbers(computed, computed, False, adapted, rotation=rotation, attention=attention, cpu=cpu)
         case LoRA() | QLoRA() as method:
@@ -407,7 +415,8 @@ def _numbers(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[str
                 rank=method.computed_rank,
                 dropout=0 if not method.lora_dropout else computed if device.kind == "cpu" else 1,
                 dora=method.use_dora,
-                fused=spec.quantization is not None and not isinstance(spec.quantization, NoQuantization),
+                fused=isinstance(spec.quantization, NF4 | Int8),
+                rounded=rounds,
                 attention=attention,
                 cpu=cpu,
             )
@@ -422,8 +431,10 @@ def _casts(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:
     if numbers.rotation is not None:  # its powers are counted with what blocks keep
         return 0
     if not numbers.trained:
-        return 0 if numbers.fused else held.adapter // 2
+        return 0 if numbers.fused or numbers.rounded else held.adapter // 2
     head = 0 if chunked(shape, numbers, 0) else shape.vocab * shape.hidden
+    if numbers.rounded:
+        return 2 * head
     return 2 * (head + sum(_matrices(block) for block in shape.blocks[held.first :]))
 
 
@@ -432,6 +443,8 @@ def _casts_of_block(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:
     with its autocast."""
     if not numbers.trained:
         return _casts(shape, held, numbers)
+    if numbers.rounded:
+        return 0
     return 2 * max((_matrices(block) for block in shape.patterns), default=0)
 
 

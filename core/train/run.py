@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from core.spec.axes.quantization import NoQuantization
+from core.spec.axes.quantization import packing_of
 from core.spec.axes.runtime import HeldOut, NoEvaluation, NoStream
 from core.spec.job import JobSpec
 from core.spec.run.folder import CHECKPOINTS
@@ -84,7 +84,7 @@ class Run:
     @property
     def caches_weights(self) -> bool:
         """Packed weights or streamed blocks that one rank has made are there for the others."""
-        plain = isinstance(self.spec.quantization, NoQuantization) and isinstance(self.spec.memory.stream, NoStream)
+        plain = packing_of(self.spec.quantization) is None and isinstance(self.spec.memory.stream, NoStream)
         return self.cache_dir is not None and not plain
 
     @property

@@ -31,6 +31,7 @@ REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluati
 PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backward"
 CONTINUED = "core.train.policy:PolicyModel.continued"
 VALUES = "core.train.policy:PolicyModel.logprobs_and_values"
+ROUNDING = "core.train.methods.qat:rounded_inputs"
 TOKEN, REWARD = "core.train.generation.generator:choose", "core.train.rollout.answers:reward_of"
 RESPONSE = "core.train.rollout.turns.episodes:Player.responses"
 GRADED = "core.train.rollout.graders:Graders.values_of"
@@ -56,6 +57,7 @@ class Case:
     """Whether the model is a mixture of experts, trained with the loss of its routers on packed lines."""
     tokens: int = 0
     """Tokens of a packed batch; a step is one such batch unless the model is a mixture. 0: rows."""
+    quantization: dict[str, Any] | str = "none"
     graded: bool = False
     """Whether an endpoint of this process rewards the answers."""
     scored: bool = False
@@ -70,6 +72,13 @@ CASES = {
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
         (f"{TOKEN}#3", REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3", f"{TOKEN}#9", f"{REWARD}#2"),
         stage=ROLLOUTS,
+    ),
+    # Inside of passes, and inside of a step's second one.
+    "sft of rounded weights": Case(
+        [{"prompt": f"say a letter, number {n}", "completion": "a"} for n in range(ROWS)],
+        (f"{ROUNDING}#40", BACKWARD, f"{BACKWARD}#3", f"{ROUNDING}#70"),
+        stage={"type": "sft"},
+        quantization={"type": "qat", "weights": "int4"},
     ),
     # What KTO computes before a step goes through the model behind the only batch of that step.
     "kto in one batch": Case(
@@ -149,6 +158,7 @@ def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
         optimizer={"learning_rate": 1e-2},
         training=training,
         checkpoint={"type": "disk", "save_steps": 1},
+        quantization=case.quantization,
         **axes,
     )
     order = RunOrder.model_validate_json((made / ORDER_FILE).read_bytes())

@@ -31,6 +31,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from core.plan.compatibility import check
 from core.plan.rules.axes import AXES, values_of
 from core.plan.rules.table import RULES
 from core.spec.axes.stage import Stage
@@ -140,6 +141,8 @@ class Cell:
     def axes(self) -> dict[str, Any]:
         """Fields of the job."""
         method = METHODS[self.method]
+        if self.base == "qat" and method["type"] == "lora":  # an adapter that is rounded with its base has no dropout
+            method = {**method, "lora_dropout": 0.0}
         rate = 1e-3 if method["type"] == "full" else 1e-2
         return {
             "stage": {"type": self.stage, **SHORT_ROLLOUTS} if self.stage in ROLLOUTS else self.stage,
@@ -195,7 +198,16 @@ def refusals(cell: Cell) -> list[str]:
         "train rows": cell.rows,
         "ranks": "one" if cell.ranks == 1 else "several",
     }
-    return [rule.code for rule in _LIVE if rule.refuses(values)]
+    rounding = _rounding(cell.stage, cell.method, cell.memory) if cell.base == "qat" else ()
+    return [*(rule.code for rule in _LIVE if rule.refuses(values)), *rounding]
+
+
+@cache
+def _rounding(stage: str, method: str, memory: str) -> tuple[str, ...]:
+    """Faults of `quantization: qat` that no rule of the table has."""
+    cell = Cell(stage, method, "qat", "fused", "rows", memory)
+    job = {"model": "a/b", "data": {"train": "/rows.jsonl"}, **cell.axes()}
+    return tuple({fault.code for fault in check(JobSpec.model_validate(job))} & {"qat_adapter", "qat_refused"})
 
 
 @cache
@@ -241,7 +253,7 @@ def try_cell(cell: Cell, model: Path, folder: Path, cache: Path) -> None:
     axes = cell.axes()
     data = {"train": {"type": "path", "path": str(rows), "format": cell.rows}, "rendering": {"pairs": "joined"}}
     adapter = METHODS[cell.method]["type"] != "full"
-    merges = {"export": [{"type": "merged", "dtype": "fp32"}]} if adapter else {}
+    merges = {"export": [{"type": "merged", "dtype": "fp32"}]} if adapter and cell.base != "qat" else {}
 
     def attempt(name: str, **more: Any) -> Path:
         return write_run(folder / name, model, rows, cache_dir=cache, data=data, **axes | more)

@@ -60,6 +60,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "neftune": {"method": {"type": "lora", "r": 4}, "training": AXES["training"] | {"neftune_noise_alpha": 5}},
     "oft": {"method": {"type": "oft", "oft_block_size": 8}},
     "oft over nf4": {"method": {"type": "oft", "r": 4, "use_cayley_neumann": False}, "quantization": "nf4"},
+    "rounded to int4": {
+        "method": {"type": "lora", "r": 4, "target_modules": "attention", "modules_to_save": ["layers.1.mlp"]},
+        "quantization": {"type": "qat", "weights": "int4"},
+        "training": AXES["training"] | {"precision": "bf16"},
+    },
+    "rounded to int8": {"method": "full", "quantization": {"type": "qat", "skip_modules": ["o_proj"]}},
     "last layer": {"method": {"type": "full", "train": {"layers": "last 1"}}},
     "listed layer and norms": {"method": {"type": "full", "train": {"layers": [0], "norms": True}}},
     "head": {"method": {"type": "full", "train": {"layers": "none", "head": True, "embeddings": True}}},

@@ -19,6 +19,7 @@ from core.plan.memory import plan
 from core.plan.models.families import FAMILIES
 from core.plan.models.shape import Shape
 from core.spec.axes.method import OFT, Full, LoRA, LowRank
+from core.spec.axes.quantization import QAT
 from core.spec.axes.stage import DPO, ProcessReward, Reward
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
@@ -29,6 +30,7 @@ from core.train.kernels.scratch import clear_scratch
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.methods.oft import adapt_oft
+from core.train.methods.qat import round_adapters, to_qat
 from core.train.methods.start import begin_at_base
 from core.train.model.heads import TASKS, head_name, head_of_model, with_head
 from core.train.model.load import load_model
@@ -67,7 +69,7 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
 
 def built(folder: Path, spec: JobSpec, cache: Path) -> Any:
     """As core/train/model/build.py builds it, on the CPU."""
-    options = {"nf4": QuantOptions("nf4"), "int8": QuantOptions("int8"), "none": None}
+    options = {"nf4": QuantOptions("nf4"), "int8": QuantOptions("int8"), "none": None, "qat": None}
     assert spec.quantization is not None
     packing, method, head = options[spec.quantization.type], method_of(spec), spec.stage.head
 
@@ -82,6 +84,14 @@ def built(folder: Path, spec: JobSpec, cache: Path) -> Any:
             begin_at_base(made, method, torch.device("cpu"))
         return made
 
+    if isinstance(spec.quantization, QAT):
+        model = load_model(folder, torch.float32 if isinstance(method, Full) else torch.bfloat16)
+        to_qat(model, spec.quantization, torch.bfloat16 if isinstance(method, Full) else torch.float32)
+        if isinstance(method, Full):
+            return adapt_full(model, method)
+        model = adapted(model)
+        round_adapters(model)
+        return model
     if isinstance(method, Full):
         whole = headed(load_model(folder, torch.float32))
         return adapt_full(whole, method, None if head == "tokens" else head_of_model(whole))
@@ -107,6 +117,8 @@ METHODS = [
     {"method": {"type": "qlora", "r": 4}},
     {"method": {"type": "qlora", "r": 4, "use_dora": True}},
     {"method": {"type": "qlora", "r": 4}, "quantization": "int8"},
+    {"method": "full", "quantization": "qat"},
+    {"method": {"type": "lora", "r": 4}, "quantization": {"type": "qat", "weights": "int4"}},
     {"method": "full", "stage": "reward"},
     {"method": {"type": "lora", "r": 4}, "stage": "reward"},
     {"method": {"type": "qlora", "r": 4}, "stage": "process_reward"},
@@ -128,6 +140,8 @@ NAMES = [
         "nf4",
         "qdora",
         "int8",
+        "qat full",
+        "qat lora",
     ),
     *("full with a score", "lora with a score", "nf4 with labels", "full dpo", "lora dpo"),
 ]

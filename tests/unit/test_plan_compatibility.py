@@ -39,6 +39,9 @@ OF_A_STAGE = {
     "exact_sampler",
     "no_environment",
     "environment_with_model",
+    "qat_adapter",
+    "qat_export",
+    "qat_refused",
 }
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -91,6 +94,33 @@ def test_only_a_model_that_writes_is_sampled(name: str) -> None:
     assert "metric_of_another_stage" in codes
     codes = {fault.code for fault in check(JobSpec.model_validate(job | {"export": ["gguf"]}))}
     assert ("no_gguf_of_a_reward_model" in codes) is (stage.head != "tokens")
+
+
+@pytest.mark.parametrize(
+    ("axes", "code"),
+    [
+        ({"method": "full", "export": ["torchao_int8"]}, None),
+        ({"quantization": {"type": "qat", "weights": "int4"}, "export": ["torchao_int4"]}, None),
+        ({"method": {"type": "lora", "modules_to_save": ["norm"], "new_tokens": ["<look>"]}}, None),
+        ({"export": ["torchao_int4"]}, "qat_export"),
+        ({"export": ["torchao_int8", "merged"]}, "qat_export"),
+        ({"export": ["vllm"]}, "qat_export"),
+        ({"export": [{"type": "lm_eval", "task": "gsm8k"}]}, "qat_export"),
+        ({"method": {"type": "lora", "lora_dropout": 0.1}}, "qat_adapter"),
+        ({"method": {"type": "lora", "use_dora": True}}, "qat_adapter"),
+        ({"method": {"type": "lora", "init_lora_weights": "pissa"}}, "qat_adapter"),
+        ({"method": "qlora"}, "qat_packed"),
+        ({"method": "auto"}, "qat_settled_later"),
+        ({"stage": "dpo"}, "qat_refused"),
+        ({"memory": {"stream": "host"}}, "qat_refused"),
+        ({"memory": {"offload_optimizer": "host"}}, "qat_refused"),
+        ({"training": {"compile": True}}, "qat_refused"),
+        ({"memory": {"gradient_checkpointing": "selective"}}, "qat_refused"),
+    ],
+)
+def test_what_rounding_does_not_go_with_is_refused(axes: dict[str, Any], code: str | None) -> None:
+    job = {"model": "a/b", "data": TRAIN, "method": "lora", "quantization": "qat"} | axes
+    assert [fault.code for fault in check(JobSpec.model_validate(job))] == ([] if code is None else [code])
 
 
 @pytest.mark.parametrize(
@@ -234,7 +264,7 @@ def test_codes_are_unique() -> None:
 
 def test_axes_follow_the_spec() -> None:
     assert AXES["method"] == ("full", "lora", "qlora", "oft", "auto")
-    assert AXES["quantization"] == ("default", "none", "nf4", "int8")
+    assert AXES["quantization"] == ("default", "none", "nf4", "int8", "qat")
     assert AXES["evaluation"] == ("default", "none", "held_out", "held_out in steps")
     assert AXES["precision"] == ("auto", "bf16", "fp16", "fp32", "fp8")
     assert AXES["strategy"] == ("single",)

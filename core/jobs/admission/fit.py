@@ -23,7 +23,7 @@ from core.plan.memory import Plan, plan
 from core.plan.models.shape import Shape
 from core.plan.steps import BATCH
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA
-from core.spec.axes.quantization import NF4
+from core.spec.axes.quantization import NF4, QAT
 from core.spec.axes.runtime import AutoStream, DiskStream, HostStream
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
@@ -119,6 +119,20 @@ def ruled_out(spec: JobSpec, shape: Shape) -> str | None:
         return "the model's files are packed (NF4), and packed weights cannot be trained"
     if shape.packed and spec.quantization is not None and spec.quantization.type == "int8":
         return "the model's files are packed already (NF4)"
+    if isinstance(spec.quantization, QAT):
+        return _unrounded(shape)
+    return None
+
+
+def _unrounded(shape: Shape) -> str | None:
+    """Why the model's linear layers cannot be rounded."""
+    if shape.packed:
+        return "the model's files are packed (NF4), and `quantization: qat` rounds 16-bit weights"
+    weights = [weight for pattern in shape.patterns for weight in pattern]
+    if any(weight.kind == "experts" for weight in weights):
+        return "its experts are fused, and `quantization: qat` does not round mixtures of experts"
+    if any(weight.transposed for weight in weights):
+        return "its linear layers are transposed (models of the GPT-2 kind), which `quantization: qat` does not round"
     return None
 
 
@@ -143,6 +157,8 @@ def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[SlotState
     takes = sought(spec, shape, longest, [seat.slot for seat in there])
     if takes is None:
         why = next((why for rung in candidates(spec) if rung.spec and (why := ruled_out(rung.spec, shape))), "")
+        if isinstance(spec.quantization, QAT):
+            return SpecError(f"{why}; name another model, or remove `quantization`", field="quantization")
         return SpecError(f"{why}; train adapters over them (`method: qlora`)", field="method")
     if not able or any(not takes.missing(seat.slot) for seat in able):
         return None

@@ -16,7 +16,7 @@ from core.jobs.admission.auto_method import effective
 from core.jobs.base.states import FINAL, Status
 from core.spec.axes.method import OFT, Adapter, Auto
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel, SourceModel
-from core.spec.axes.quantization import NoQuantization
+from core.spec.axes.quantization import packing_of
 from core.spec.job import JobSpec
 from core.spec.run.chain import HandedBack, ModelChain, WeightFile
 from core.spec.run.folder import RUN_RECORD_FILE
@@ -259,7 +259,7 @@ def handed_back(session: Session, job: Job, folder: Any, trained: JobSpec | None
         words = f"`{job.id}` has no {folder} to continue from: train it again"
         raise refused(Fault("model_job_gone", words, "model.id"))
     files = [WeightFile(path=row.path, bytes=row.bytes, sha256=row.sha256) for row in found]
-    packing = None if trained is None or isinstance(trained.quantization, NoQuantization) else trained.quantization
+    packing = None if trained is None else packing_of(trained.quantization)
     return HandedBack(job=job.id, attempt=found[0].attempt, folder=folder, files=files, quantization=packing)
 
 

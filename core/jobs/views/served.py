@@ -19,6 +19,7 @@ from core.jobs.base.transitions import Actor
 from core.jobs.views import handles
 from core.spec.axes.method import Full, LoRA
 from core.spec.axes.model import JobModel, Model, SourceModel
+from core.spec.axes.quantization import packing_of
 from core.spec.axes.runtime import SingleDevice
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
@@ -173,7 +174,7 @@ def _served(spec: JobSpec, chain: ModelChain, adapter: ServedAdapter | None, job
     wanted = SessionSpec(
         name=None,
         model=model,
-        quantization=spec.quantization,
+        quantization=packing_of(spec.quantization),
         precision="fp32" if spec.training.precision == "fp32" else "auto",
         resources=SingleDevice(accelerator=spec.resources.accelerator),
     )

@@ -15,7 +15,7 @@ from core.plan.models.whole import whole_weights, without
 from core.plan.optimizers import TrainedTensor, check_groups, largest_block
 from core.spec.axes.method import OFT, Full, LowRank
 from core.spec.axes.optim.optimizers import BAdam
-from core.spec.axes.quantization import NF4, Int8, NoQuantization
+from core.spec.axes.quantization import NF4, QAT, Int8, NoQuantization
 from core.spec.axes.runtime import HostOffload
 from core.spec.axes.stage import Head
 from core.spec.job import JobSpec
@@ -284,7 +284,7 @@ def _packing(spec: JobSpec, shape: Shape) -> _Packing | None:
             return _Packing(4, QUANT_BLOCK, shape.packed_double if shape.packed else double)
         case Int8(block_size=block):
             return _Packing(8, block, False)
-        case None | NoQuantization():
+        case None | NoQuantization() | QAT():
             return _Packing(4, QUANT_BLOCK, shape.packed_double) if shape.packed else None
         case _ as never:
             assert_never(never)

@@ -12,7 +12,7 @@ from core.spec.axes.batching import Rows
 from core.spec.axes.evaluation.generation import NoGeneration
 from core.spec.axes.export import GGUF, LMEval, PackedExport, VLLMAdapter
 from core.spec.axes.method import OFT, Adapter, Full, LowRank
-from core.spec.axes.quantization import NoQuantization
+from core.spec.axes.quantization import QAT, NoQuantization
 from core.spec.axes.rollout.environment import PythonEnvironment, TaskEnvironment
 from core.spec.axes.rollout.reward import EnvironmentReward, ModelReward, TaskReward
 from core.spec.axes.rollout.stages import RolloutStage
@@ -116,6 +116,8 @@ def faults_of_method(spec: JobSpec) -> Iterator[Fault]:
             "`method.use_dora`",
             "training.compile",
         )
+    if isinstance(spec.quantization, QAT):
+        yield from _faults_of_rounding(spec)
     if isinstance(spec.method, Adapter) and spec.method.modules_to_save and spec.training.precision == "fp8":
         yield Fault(
             "fp8_of_what_is_trained",
@@ -123,6 +125,41 @@ def faults_of_method(spec: JobSpec) -> Iterator[Fault]:
             "precision, or remove `modules_to_save`",
             "training.precision",
         )
+
+
+def _faults_of_rounding(spec: JobSpec) -> Iterator[Fault]:
+    """What layers that round their weights in each pass do not go with."""
+    memory = spec.memory
+    refused = (
+        (not isinstance(spec.stage, SFT | CPT), "stage", "the stage compares or samples with models that are not "
+         "rounded", "use it for the last stage that learns tokens (`sft` or `cpt`)"),
+        (memory.stream.type != "none", "memory.stream", "streamed weights have not been shown to be rounded alike in "
+         "each pass", "remove `memory.stream`"),
+        (memory.gradient_checkpointing == "selective", "memory.gradient_checkpointing", "`selective` would keep the "
+         "product of each adapter, as large as its weight", "set it to `true` or `false`"),
+        (memory.offload_optimizer.type != "none", "memory.offload_optimizer", "the device has 16 bits of an offloaded "
+         "weight, and these would be rounded once more", "remove `memory.offload_optimizer`"),
+        (spec.training.compile, "training.compile", "rounded layers are not compiled", "remove `training.compile`"),
+    )  # fmt: skip
+    for applies, field, reason, way_out in refused:
+        if applies:
+            words = (
+                f"`quantization: qat` rounds weights in each pass, and {reason}; {way_out}, or remove `quantization`"
+            )
+            yield Fault("qat_refused", words, field)
+    if isinstance(spec.method, LowRank) and (found := _unmerged(spec.method)):
+        yield Fault(
+            "qat_adapter",
+            f"`quantization: qat` rounds the weight with its adapter added, and `{found}` is no such sum; remove "
+            f"`method.{found}`, or `quantization`",
+            f"method.{found}",
+        )
+
+
+def _unmerged(method: LowRank) -> str | None:
+    """The field by which an adapter is more than B·A added to its base's weight in each step."""
+    has = {"lora_dropout": method.lora_dropout, "use_dora": method.use_dora, "init_lora_weights": method.started}
+    return next((name for name, there in has.items() if there), None)
 
 
 def _faults_of_rollouts(spec: JobSpec, stage: RolloutStage) -> Iterator[Fault]:
@@ -212,7 +249,18 @@ def _faults_of_exact_sampler(spec: JobSpec) -> Iterator[Fault]:
 
 
 def faults_of_exports(spec: JobSpec) -> Iterator[Fault]:
-    """Adapters that vLLM does not load."""
+    """Adapters that vLLM does not load, and formats with other numbers than those that were trained."""
+    if isinstance(spec.quantization, QAT):
+        own = f"torchao_{spec.quantization.weights}"
+        for item in spec.export:
+            if item.type != own:
+                yield Fault(
+                    "qat_export",
+                    f"`{item.type}` does not compute with the {spec.quantization.weights} weights and the 8-bit inputs "
+                    f"that the model was trained with; take `{own}`",
+                    "export",
+                )
+        return
     if not any(isinstance(item, VLLMAdapter) for item in spec.export):
         return
     method, why = spec.method, None

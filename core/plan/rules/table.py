@@ -92,6 +92,23 @@ def _of_compiled_blocks() -> Iterator[Rule]:
                    f"{way_out}, or remove `training.compile`")  # fmt: skip
 
 
+def _of_rounded_weights() -> Iterator[Rule]:
+    """Methods and precisions that `quantization: qat` does not go with; core/plan/rules/faults.py has the rest."""
+    refused: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
+        ("packed", "method", ("qlora",), "`qlora` trains over packed weights, and rounding needs 16-bit weights",
+         "use `method: lora` or `full`"),
+        ("rotations", "method", ("oft",), "a rotation of the inputs cannot be rounded with the weight",
+         "use `method: lora` or `full`"),
+        ("settled_later", "method", ("auto",), "`auto` chooses between packed and unpacked weights",
+         "use `method: lora` or `full`"),
+        ("in_fp8", "precision", ("fp8",), "a layer multiplies in 8-bit floats or in rounded weights, not in both",
+         "use another precision"),
+    )  # fmt: skip
+    for code, axis, values, reason, way_out in refused:
+        yield Rule(f"qat_{code}", {"quantization": ("qat",), axis: values}, "quantization", reason,
+                   f"{way_out}, or remove `quantization`")  # fmt: skip
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "no_completions",
@@ -199,6 +216,7 @@ RULES: tuple[Rule, ...] = (
         "fp8 applies to dense linear layers, and packed weights are unpacked to 16 bits",
         "set `quantization` to `none`, or use another precision",
     ),
+    *_of_rounded_weights(),
     Rule(
         "stream_over_ranks",
         {"ranks": ("several",), "stream": ("host", "disk", "auto")},

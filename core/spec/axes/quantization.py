@@ -1,4 +1,4 @@
-"""The quantization axis: how frozen weights are stored."""
+"""The quantization axis: how frozen weights are stored, or for which format weights are trained."""
 
 from __future__ import annotations
 
@@ -39,4 +39,26 @@ class Int8(SpecModel):
     """As for `nf4`."""
 
 
-Quantization = Annotated[NoQuantization | NF4 | Int8, Field(discriminator="type"), short_form(by_type)]
+class QAT(SpecModel):
+    """Quantisation-aware training: in every pass the weights of linear layers, adapter included, are rounded to the
+    numbers of `weights`, and their inputs to 8 bits for each token (arXiv:1712.05877). The trained weights are stored
+    unrounded. `export: torchao_int8` or `torchao_int4` then writes the model that was trained. Embeddings, output head
+    and norms stay as they are."""
+
+    type: Literal["qat"] = "qat"
+    weights: Literal["int8", "int4"] = "int8"
+    """`int8`: one scale for each output. `int4`: one scale for `group_size` weights."""
+    group_size: Literal[32, 64, 128] = 32
+    """Weights per scale of `int4`. A layer whose number of inputs is no multiple of it is not rounded."""
+    skip_modules: ModuleNames = Field(default=[])
+    """Linear layers that are not rounded: full names, or their last part."""
+
+
+FrozenFormat = Annotated[NoQuantization | NF4 | Int8, Field(discriminator="type"), short_form(by_type)]
+"""How frozen weights are stored."""
+Quantization = Annotated[NoQuantization | NF4 | Int8 | QAT, Field(discriminator="type"), short_form(by_type)]
+
+
+def packing_of(quantization: Quantization | None) -> FrozenFormat | None:
+    """How frozen weights lie in memory; None: as in their files, as for `qat`."""
+    return None if isinstance(quantization, NoQuantization | QAT) else quantization

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from core.spec.axes.model import SourceModel
-from core.spec.axes.quantization import Quantization
+from core.spec.axes.quantization import FrozenFormat
 from core.spec.base import SpecModel
 
 
@@ -35,7 +35,7 @@ class HandedBack(SpecModel):
     """Folder below the artifacts."""
     files: list[WeightFile]
     """All files of that folder."""
-    quantization: Quantization | None = Field(default=None)
+    quantization: FrozenFormat | None = Field(default=None)
     """Format of the weights over which an adapter was trained; it is merged onto these."""
 
     @property

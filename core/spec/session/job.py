@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints
 from core.spec.axes.data import Data, PathSource
 from core.spec.axes.method import LoRA
 from core.spec.axes.model import Model
-from core.spec.axes.quantization import Quantization
+from core.spec.axes.quantization import FrozenFormat
 from core.spec.axes.runtime import Resources, SingleDevice
 from core.spec.axes.training import Training
 from core.spec.base import SpecModel
@@ -41,7 +41,7 @@ class SessionSpec(SpecModel):
     method: SessionMethod = LoRA()
     """`lora`: any number of adapters over a base that stays, each of which may have a method of its own. `full`: one
     model, whose weights are the base's; the session shares its process with no other."""
-    quantization: Quantization | None = Field(default=None)
+    quantization: FrozenFormat | None = Field(default=None)
     """Format of the frozen weights: `none`, `int8` or `nf4`."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of matrix products."""

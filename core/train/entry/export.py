@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> int:
 def _export(run: Any) -> None:
     """Load what was trained, and write and prove the formats as a training run does at its end."""
     from core.spec.axes.method import Full
+    from core.spec.axes.quantization import QAT
     from core.spec.job import JobSpec
     from core.spec.settled import method_of
     from core.train.export.artifacts import list_files
@@ -58,12 +59,14 @@ def _export(run: Any) -> None:
     from core.train.export.retention import probes
     from core.train.feed import read_data
     from core.train.kernels.fused.modules import fuse_parts
+    from core.train.methods.qat import to_qat
     from core.train.model.build import build_model
     from core.train.model.compute import prepare_compute
     from core.train.model.load import given_head, load_model, load_tokenizer, saved_dtype
     from core.train.recipe import build_stage
 
     order, method = run.order, method_of(run.spec)
+    rounded = run.spec.quantization if isinstance(run.spec.quantization, QAT) else None
     assert run.adapter_dir is not None  # every export has one
     run.phase("loading")
     compute = prepare_compute(run)
@@ -72,6 +75,8 @@ def _export(run: Any) -> None:
     if isinstance(method, Full):
         head = run.spec.stage.head
         model = load_model(run.adapter_dir, saved_dtype(run.adapter_dir), head=given_head(run.adapter_dir, head))
+        if rounded is not None:
+            to_qat(model, rounded, saved_dtype(run.adapter_dir))
         if not run.spec.training.compile:
             fuse_parts(model, compute.placement.device)  # as it was trained: the figures are those of its run
     else:
@@ -99,6 +104,7 @@ def _export(run: Any) -> None:
         calibration=data.training_rows,
         name=run.spec.name or f"{base} tuned",
         between=run.check_stop,
+        rounded=rounded,
         task_folder=run.task_folder,
     )
     outcomes = write_formats(run.spec.export, subject, run.events)

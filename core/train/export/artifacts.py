@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from core.base.files import sha256, sync
+from core.spec.axes.quantization import QAT
 from core.spec.run.folder import ARTIFACTS, RUN_RECORD_FILE
 from core.spec.settled import method_of
 from core.train.export.card import base_name, model_card
@@ -83,6 +84,7 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
             calibration=trained.calibration,
             name=spec.name or f"{base} tuned",
             between=run.check_stop,
+            rounded=spec.quantization if isinstance(spec.quantization, QAT) else None,
             task_folder=run.task_folder,
         )
         outcomes = write_formats(spec.export, subject, run.events)

@@ -10,6 +10,7 @@ import yaml
 
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA, TrainedPart
+from core.spec.axes.quantization import QAT
 from core.spec.axes.stage import Head
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
@@ -40,7 +41,7 @@ def model_card(
     method = method_of(spec)
     match method:
         case LoRA() | QLoRA() | OFT():
-            packed = record["quantization"]
+            packed = None if isinstance(spec.quantization, QAT) else record["quantization"]
             over = f" over {packed['format']} weights" if packed else ""
             how, kind = f"{_adapter_words(method)}{over}", "adapter"
             library, relation, load = "peft", "adapter", _load_adapter(stage.head).format(base=base)
@@ -55,12 +56,18 @@ def model_card(
             library, relation, load = "transformers", "finetune", _load_model(stage.head)
         case _ as never:
             assert_never(never)
+    if isinstance(spec.quantization, QAT):
+        how += f", rounded to {rounding_of(spec.quantization)} in training"
+        if exported is None:
+            load += f"\n\n{_UNROUNDED.format(weights=spec.quantization.weights, kind=kind)}"
     if exported is not None and exported["type"] == "gguf":
         how += f"; GGUF, {exported['quantization']}"
         library, relation = "llama.cpp", "quantized"
         load = _LOAD_GGUF.format(file=f"model-{exported['quantization']}.gguf")
     if exported is not None and exported["type"] in _PACKED:
         words, library, load = _PACKED[exported["type"]]
+        if exported.get("as_trained"):
+            words = f"{exported['bits']}-bit integers, their inputs in 8 bits, as they were trained"
         how, relation = f"{how}; linear layers in {words}", "quantized"
     if exported is not None and exported["type"] == "lm_eval":
         return _scored(exported)
@@ -138,6 +145,12 @@ def _adapter_words(method: LoRA | QLoRA | OFT) -> str:
             return words + (began if method.started else "")
         case _ as never:
             assert_never(never)
+
+
+def rounding_of(spec: QAT) -> str:
+    """The numbers of `quantization: qat`, in words."""
+    share = f" in groups of {spec.group_size}" if spec.weights == "int4" else ""
+    return f"{spec.weights} weights{share} and 8-bit inputs"
 
 
 def _part(part: TrainedPart) -> str:
@@ -400,6 +413,10 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 ```"""
 
+_UNROUNDED = (
+    "It was trained to be quantised: `torchao_{weights}` is the model that was trained, and this {kind} computes "
+    "without the rounding."
+)
 _LOAD_TORCHAO = f"With the package `torchao`:\n\n{_LOAD_MODEL}"
 _PACKED = {
     "fp8": ("8-bit floats", "vllm", _LOAD_PACKED),

@@ -8,7 +8,7 @@ from typing import Any
 
 from peft import PeftConfig, PeftModel
 
-from core.spec.axes.quantization import Quantization
+from core.spec.axes.quantization import FrozenFormat
 from core.train.base.reading import reading
 from core.train.export.merge import write_merged
 from core.train.model.as_trained import load_as_trained
@@ -19,7 +19,7 @@ WEIGHTS = ("adapter_", "README")
 """Beginnings of the names in an adapter's folder that are not its tokenizer's."""
 
 
-def write_merged_model(base: Path, adapter: Path, quantization: Quantization | None, folder: Path) -> None:
+def write_merged_model(base: Path, adapter: Path, quantization: FrozenFormat | None, folder: Path) -> None:
     """Write the model in `base` with `adapter` merged into its weights, in the dtype of its files, and the adapter's
     tokenizer. Weights that were packed while the adapter was trained are packed and dequantised first, so that the
     result is the model that was trained. ModelError when they cannot be read together."""

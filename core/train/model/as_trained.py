@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from core.spec.axes.quantization import NF4, Int8, Quantization
+from core.spec.axes.quantization import NF4, FrozenFormat, Int8
 from core.train.model.load import load_model, packed_as
 from core.train.quant.model import load_quantized
 from core.train.quant.targets import QuantOptions
 
 
-def load_as_trained(base: Path, dtype: Any, quantization: Quantization | None) -> Any:
+def load_as_trained(base: Path, dtype: Any, quantization: FrozenFormat | None) -> Any:
     """A causal model on the CPU, its weights packed as while an adapter was trained over them."""
     match quantization:
         case NF4(double=double, skip_modules=skip):

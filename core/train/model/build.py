@@ -15,7 +15,7 @@ from core.errors import SpecError
 from core.plan.stream import Decision
 from core.spec.axes.export import GGUF, Merged, PackedExport
 from core.spec.axes.method import OFT, Full, LoRA, LowRank, QLoRA
-from core.spec.axes.quantization import NF4, Int8, NoQuantization
+from core.spec.axes.quantization import NF4, QAT, Int8, NoQuantization
 from core.spec.axes.rollout.stages import PPOStage
 from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
 from core.spec.settled import method_of
@@ -31,7 +31,7 @@ from core.train.methods.neftune import add_noise
 from core.train.model.choose_stream import choose_stream
 from core.train.model.gemm_limits import pad_ranks
 from core.train.model.heads import TASKS, has_head, head_name, head_of_model, pad_token_of, with_head
-from core.train.model.load import context_length, given_head, load_model, packed_as
+from core.train.model.load import context_length, given_head, load_model, packed_as, saved_dtype
 from core.train.model.placement import Placement
 from core.train.model.value_head import add_value_head, drop_value_head
 from core.train.optim.groups import ParameterGroup
@@ -63,7 +63,7 @@ class Built:
     memory: dict[str, Any]
     """For the run record: where the blocks lie and why, and where what is trained does."""
     quantization: dict[str, Any] | None
-    """For the run record: what was packed, from where, and how it computes; None when nothing is."""
+    """For the run record: what was packed, from where, and how it computes, or what is rounded; None: nothing is."""
     fp8: dict[str, Any] | None
     """The same of layers that multiply in 8-bit floats."""
     parts: FusedParts
@@ -117,6 +117,7 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     model, packed = loaded.model, loaded.packed
     run.check_stop()
     placement.attention.fit(model)
+    rounded = _round(model, run)
     in_fp8 = to_fp8(model, emulate=placement.device.type == "cpu") if placement.fp8 else None
     ids = _add_rows(model, tokenizer, run)
     _check_fit(model, tokenizer, longest, run)
@@ -124,6 +125,10 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     if spec.stage.head != "tokens":
         model = with_head(model, spec.stage.head, pad_token_of(tokenizer))
     model, groups = _adapt(model, run, placement, ids)
+    if rounded is not None:
+        from core.train.methods.qat import round_adapters
+
+        round_adapters(model)
     if isinstance(spec.stage, PPOStage):
         groups.append(add_value_head(model))
     if (alpha := spec.training.neftune_noise_alpha) is not None:
@@ -150,7 +155,7 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     for part in (streamed, offload, inputs):
         if part is not None:
             run.close_at_end(part.close)
-    return Built(model, groups, streamed, offload, inputs, memory, packed, in_fp8, parts)
+    return Built(model, groups, streamed, offload, inputs, memory, packed or rounded, in_fp8, parts)
 
 
 def build_base(run: Run, placement: Placement, tokenizer: Any) -> tuple[nn.Module, dict[str, Any] | None]:
@@ -198,6 +203,14 @@ def _load(run: Run, dtype: torch.dtype, stream: Decision) -> _Loaded:
             return _load_files(run, dtype, None)
         case NoQuantization() if already is None:
             return _Loaded(load_model(folder, dtype, head=given), None)
+        case QAT() if already is None:
+            return _Loaded(load_model(folder, dtype, head=given), None)
+        case QAT():
+            raise SpecError(
+                f"the model's files are packed ({already}), and `quantization: qat` rounds 16-bit weights; name the "
+                "16-bit model they were made from",
+                field="quantization",
+            )
         case NoQuantization():
             options = _options("nf4")
         case NF4(double=double, skip_modules=skip):
@@ -303,6 +316,17 @@ def _tell_loaded(run: Run, fault: str | None) -> None:
         run.phase("loading")
 
 
+def _round(model: nn.Module, run: Run) -> dict[str, Any] | None:
+    """Let layers round as `quantization: qat` says; what there is to say of it. None where the job has it not."""
+    if not isinstance(run.spec.quantization, QAT):
+        return None
+    from core.train.methods.qat import to_qat
+
+    # Adapters, and modules trained whole beside them, are handed back in float32; a whole model as its files were.
+    kept_in = saved_dtype(run.model_dir) if isinstance(method_of(run.spec), Full) else torch.float32
+    return to_qat(model, run.spec.quantization, kept_in)
+
+
 # --- check and adapt -------------------------------------------------------------------------------------
 
 
@@ -349,7 +373,7 @@ def _adapt(
                 from core.train.methods.start import begin_at_base
 
                 begin_at_base(adapted, method, placement.device, run.check_stop)
-            if (multiple := placement.limits.rank_multiple) > 1:
+            if (multiple := placement.limits.rank_multiple) > 1 and not isinstance(run.spec.quantization, QAT):
                 pad_ranks(adapted, multiple)
             return adapted, lora.parameter_groups(adapted, method)
         case OFT():

@@ -60,6 +60,7 @@ def pad_ranks(model: nn.Module, multiple: int) -> int:
 def split_matmuls(model: nn.Module, limits: Limits) -> None:
     """Let every linear layer of `model`, packed or dense, with an adapter or without, keep to `limits`. Call it when
     the model is whole. Parameters, their names, state and classes stay as they are."""
+    from core.train.methods.qat import QATLoraLinear
     from core.train.quant.adapters import FusedLoraLinear
 
     if limits.fp32_rows is None and limits.output_bytes is None:
@@ -68,7 +69,7 @@ def split_matmuls(model: nn.Module, limits: Limits) -> None:
         match module:
             case FusedLoraLinear():  # its products are an operator's, not those of layers of its own
                 module.row_split = RowSplit(limits, _larger_side(module))
-            case OftLinear():  # the rotation is a product of its own
+            case OftLinear() | QATLoraLinear():  # the rotation is a product of its own, or all is one
                 _in_parts(module, RowSplit(limits, _larger_side(module)))
             case PeftLinear() if module.lora_variant:  # DoRA multiplies with its base's weight by itself
                 _in_parts(module, RowSplit(limits, _larger_side(module)))

@@ -20,6 +20,7 @@ from torch import nn
 from core.data.rows import Message, Preference, Prompt
 from core.errors import DataError, ModelError
 from core.spec.axes.method import Full
+from core.spec.axes.quantization import packing_of
 from core.spec.axes.rollout.models import model_rewards
 from core.spec.axes.rollout.reward import ModelReward
 from core.spec.axes.rollout.stages import RolloutStage
@@ -69,7 +70,7 @@ class Scorer:
             model: Any = with_head(load_model(folder, dtype, head="score"), "score", pad)
         else:
             adapter, spec = Path(self.folder.adapter_dir), self.folder.spec
-            quantization = None if spec is None or isinstance(method_of(spec), Full) else spec.quantization
+            quantization = None if spec is None or isinstance(method_of(spec), Full) else packing_of(spec.quantization)
             base: Any = load_as_trained(folder, dtype, quantization)
             with reading("the adapter of a reward model"):
                 config: Any = PeftConfig.from_pretrained(str(adapter))

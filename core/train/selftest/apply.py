@@ -6,7 +6,7 @@ from typing import cast
 
 from core.errors import SpecError
 from core.hardware.selftest import Choice, Dtype
-from core.spec.axes.quantization import NoQuantization
+from core.spec.axes.quantization import packing_of
 from core.spec.job import JobSpec
 from core.train.kernels import interface
 
@@ -14,7 +14,7 @@ from core.train.kernels import interface
 def apply_selftest(choice: Choice, spec: JobSpec, precision: Dtype) -> list[tuple[str, str]]:
     """Rule out what failed, for this process; notices as (code, words). SpecError when the job cannot do without it."""
     interface.unveto()
-    packs = not isinstance(spec.quantization, NoQuantization)
+    packs = packing_of(spec.quantization) is not None
     if packs and precision not in choice.packed_weights:
         raise SpecError(
             f"a run over packed weights does not compute correctly in {precision} on this device, as its self-test "

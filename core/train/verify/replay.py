@@ -15,6 +15,7 @@ from core.errors import SpecError
 from core.spec.axes.batching import Packed
 from core.spec.axes.method import OFT, Full, LoRA, LowRank, QLoRA, SettledMethod
 from core.spec.axes.optimizer import AdamW
+from core.spec.axes.quantization import QAT
 from core.spec.axes.stage import Head
 from core.spec.job import JobSpec
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
@@ -80,6 +81,8 @@ def prepare(run_dir: Path, steps: int) -> ReadyReplay:
         raise SpecError("only `optimizer: adamw` is replayed: the arithmetic of others is not TRL's", field="optimizer")
     if isinstance(spec.method, LowRank) and spec.method.new_tokens:
         raise SpecError("new tokens are not replayed: TRL's model has no rows for them", field=NEW)
+    if isinstance(spec.quantization, QAT):
+        raise SpecError("`quantization: qat` is not replayed: TRL's layers do not round", field="quantization")
     alone = order.model_copy(update={"world_size": 1, "fence_seconds": None, "settled": None})
     with Run(alone, run_dir, NullEventWriter()) as run:
         placement = prepare_compute(run).placement

@@ -18,6 +18,7 @@ from torch import Tensor
 from core.errors import ModelError
 from core.plan.models.shape import Shape
 from core.spec.axes.export import AWQ, FP8, GPTQ, MXFP4, PackedExport, TorchAOInt4, TorchAOInt8, required_retention
+from core.spec.axes.quantization import QAT
 from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.formats.merged import word
 from core.train.export.formats.subject import Subject, Withheld, check_memory
@@ -28,6 +29,7 @@ from core.train.export.packed.gptq import quantise
 from core.train.export.packed.layout import group_of
 from core.train.export.packed.readers import Reader, reader_of
 from core.train.export.retention import Retention, measure
+from core.train.methods.qat import choose_layers, grid_of
 from core.train.model.load import load_model, saved_dtype
 from core.train.quant.fill import read_tensors, weight_files
 from core.train.quant.skeleton import skeleton
@@ -39,6 +41,8 @@ ROWS = 64
 """Most training rows that GPTQ and AWQ look at; a row is cut as in training."""
 
 _EIGHT_BITS = "`fp8` or `torchao_int8`"
+Chosen = tuple[set[str], dict[str, str]]
+"""Layers that are quantised, and others with the reason."""
 Pieces = dict[str, dict[str, Tensor]]
 """Tensors of quantised layers by layer and last name."""
 
@@ -57,6 +61,24 @@ def write_rounded(item: FP8 | TorchAOInt8, subject: Subject, folder: Path) -> di
 
     _write(item, folder, whole, rounded, dtype, subject, targets=targets, dense=dense, group=None)
     return {"dtype": word(dtype)} | _proven(item, subject, folder, tools)
+
+
+def write_as_trained(item: TorchAOInt8 | TorchAOInt4, spec: QAT, subject: Subject, folder: Path) -> dict[str, Any]:
+    """The same for a model that was trained as it is rounded: the weights that the last pass of training computed
+    with."""
+    item = item.model_copy(update={"merge_onto": "trained"})  # there is but one base
+    tools = _tools(item, subject)
+    whole = subject.whole(item.merge_onto)
+    dtype = _dtype(subject)
+    grid = grid_of(spec)
+    targets, dense = _targets(whole, lambda model: choose_layers(model, spec))
+
+    def trained(module: str, weight: Tensor) -> dict[str, Tensor] | None:
+        return torchao.trained_pieces(weight.float(), grid) if module in targets else None
+
+    _write(item, folder, whole, trained, dtype, subject, targets=targets, dense=dense, group=grid.group)
+    about = {"bits": grid.bits, "group_size": grid.group, "as_trained": True}
+    return {"dtype": word(dtype)} | about | _proven(item, subject, folder, tools)
 
 
 def write_four_bits(item: GPTQ | AWQ | MXFP4 | TorchAOInt4, subject: Subject, folder: Path) -> dict[str, Any]:
@@ -139,12 +161,16 @@ def _narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _targets(whole: Path) -> tuple[set[str], list[str]]:
+def _all_linear(model: Any) -> Chosen:
+    return choose_targets(model, QuantOptions())
+
+
+def _targets(whole: Path, choose: Callable[[Any], Chosen] = _all_linear) -> tuple[set[str], list[str]]:
     """Linear layers that are quantised, and those that stay dense (the output head)."""
     try:
         model, _ = skeleton(whole, torch.float32)
         model.tie_weights()
-        targets, kept = choose_targets(model, QuantOptions())
+        targets, kept = choose(model)
     except ModelError as error:
         raise Withheld(error.message) from error
     return targets, sorted(kept)
@@ -184,8 +210,10 @@ def _write(
         case FP8() | GPTQ() | AWQ() | MXFP4():
             about, header = layout.quantization_config(item.type, group, dense), {}
         case TorchAOInt8() | TorchAOInt4():
-            about = torchao.quantization_config(group, dense)
-            header = torchao.header(_inputs(whole, targets), group, dtype)
+            rounds = subject.rounded is not None or isinstance(item, TorchAOInt4)
+            form = torchao.TorchAOLayout(8 if isinstance(item, TorchAOInt8) else 4, group, rounds)
+            about = torchao.quantization_config(form, dense)
+            header = torchao.header(_inputs(whole, targets), form, dtype)
         case _ as never:
             assert_never(never)
     write_shards(tensors(), folder, subject.between, metadata=header)

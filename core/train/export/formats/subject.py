@@ -15,6 +15,7 @@ from torch import Tensor
 
 from core.spec.axes.export import MergeOnto
 from core.spec.axes.method import Full, SettledMethod
+from core.spec.axes.quantization import QAT
 from core.train.export.compare import Comparison, logits_of
 from core.train.export.merge import write_merged
 from core.train.export.retention import Retention, RowsOf
@@ -67,6 +68,8 @@ class Subject:
     """Display name, for formats that carry one."""
     between: Callable[[], None]
     """Called now and then; may raise to stop."""
+    rounded: QAT | None = None
+    """How it was rounded in training (`quantization: qat`)."""
     task_folder: Path | None = None
     """Folder of tasks for lm-eval, beside those of its package."""
     _logits: dict[MergeOnto, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)

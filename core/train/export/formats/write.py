@@ -82,6 +82,10 @@ def _written(item: Export, subject: Subject, folder: Path) -> dict[str, Any]:
             from core.train.export.formats.vllm import write_vllm
 
             return write_vllm(item, subject, folder)
+        case TorchAOInt8() | TorchAOInt4() if subject.rounded is not None:
+            from core.train.export.formats.packed import write_as_trained
+
+            return write_as_trained(item, subject.rounded, subject, folder)
         case FP8() | TorchAOInt8():
             from core.train.export.formats.packed import write_rounded
 
