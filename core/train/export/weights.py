@@ -32,6 +32,7 @@ def save_weights(
             for config in target.peft_config.values():
                 config.base_model_name_or_path = base
                 config.revision = revision
+            target.create_or_update_model_card = _no_card
             target.save_pretrained(folder, safe_serialization=True, save_embedding_layers=saves_ends(target))
         case Full():
             folder = artifacts / "model"
@@ -40,3 +41,7 @@ def save_weights(
             assert_never(never)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _no_card(folder: str) -> None:
+    """Stands in for PEFT's README.md, which renders two templates: `write_artifacts` writes the card."""
