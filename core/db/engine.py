@@ -22,6 +22,8 @@ from sqlalchemy.sql.functions import FunctionElement
 
 BUSY_SECONDS = 30.0
 """How long a writer waits for its turn on SQLite."""
+THREADS = 40
+"""Connections that SQLite keeps open: one for each thread that the API answers in. Opening one reads the schema."""
 
 
 class db_now(FunctionElement[float]):  # noqa: N801 -- reads as a SQL function
@@ -107,7 +109,7 @@ class Database:
     def _engine(self, begin: str) -> Engine:
         if not self.is_sqlite:
             return create_engine(self.url, pool_pre_ping=True, pool_size=10, max_overflow=20, pool_recycle=1800)
-        engine = create_engine(self.url, pool_size=10, max_overflow=20, connect_args={"timeout": BUSY_SECONDS})
+        engine = create_engine(self.url, pool_size=THREADS, max_overflow=20, connect_args={"timeout": BUSY_SECONDS})
 
         if self._clock is not None:
             setattr(engine.dialect, _CLOCKED, True)

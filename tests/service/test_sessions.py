@@ -49,6 +49,25 @@ def children(service: Service, session_id: str) -> list[int]:
     return [pid for pid, command in service.processes().items() if words in command]
 
 
+def test_a_session_may_train_the_model_itself(service: Service, models: Path) -> None:
+    """With `method: full` it learns, goes on to the bit after kill -9, and refuses a second model; dropped, the base
+    has the weights of its files again."""
+    client = Client(service.note()["url"], service.key, patience=120)
+    spec = {"precision": "fp32", "resources": {"accelerator": "cpu"}}
+    with client.session(model=str(models / "tiny"), method="full", **spec) as session:
+        found = [turn(session, "default", number) for number in (0, 1)]
+        (child,) = children(service, session.id)
+        os.kill(child, signal.SIGKILL)
+        found.append(turn(session, "default", 2))
+        with pytest.raises(OperationFailed, match="one owner"):
+            session.create("another", {"type": "full"})
+        session.ask({"op": "drop", "model": "default"})
+        session.create("default", {"type": "full"})
+        again = [turn(session, "default", number) for number in (0, 1, 2)]
+    assert all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
+    assert not np.array_equal(found[0], found[2])
+
+
 def test_a_recipe_ends_with_the_undisturbed_bits_whatever_is_killed(service: Service, models: Path) -> None:
     """kill -9 of the child within a window, of the worker, and of the API; then the session is parked and comes back.
     The same recipe on another adapter, left alone, gives the same bits at every step."""
