@@ -31,8 +31,6 @@ from core.db.engine import Database
 from core.db.tables import Artifact, DiskUsage, Job, Project, User
 from core.errors import ModelError, NoSpace
 from core.ids import new_id
-from core.jobs.base.transitions import Token
-from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.registry import uploads
 from core.jobs.lifecycle.retention import RetentionRules
 from core.jobs.lifecycle.submit import Actor, submit
@@ -48,6 +46,7 @@ from core.storage.open import open_store
 from core.storage.store import Folder, ObjectChanged, StoreAway
 from core.train.checkpoint import store as checkpoints
 from tests.support import boxes
+from tests.support.claims import claim_of
 from tests.support.service import wait_for
 from tests.support.uploads import adapter_files
 from worker.store import objects, publisher
@@ -227,16 +226,6 @@ def test_a_log_in_parts_reads_as_the_file_does(bucket: Bucket, tmp_path: Path, m
 # -- the worker's side
 
 
-def claim(attempt: int, resume_from: list[dict[str, object]] | None = None) -> Claim:
-    slot = Slot("cpu", "cpu")
-    spec = resolve(JobSpec.model_validate({"model": "team/tiny", "data": "file-01kar3v8x5m2h6n9qst4wyz0bc"}))
-    return Claim(
-        token=Token(JOB, attempt, "wrk-1"), kind="train", slots=(slot,), owner_id="u", project_id="p",
-        spec=spec.model_dump(mode="json"), prepared=None, resume_from=resume_from or [], adjusted={}, settled=None,
-        spent_seconds=0.0, chain=None, lineage=None, reward_models=None, request_id=None,
-    )  # fmt: skip
-
-
 def write_checkpoint(run: Path, name: str, content: bytes) -> None:
     checkpoints.write(run / "checkpoints", name, lambda folder: _fill(folder, content))
 
@@ -270,7 +259,7 @@ def test_a_checkpoint_is_there_with_its_manifest_and_another_box_goes_on_from_it
     other = Layout(tmp_path / "other")
     other.create()
     copies = LocalCache(bucket, other, 0, 0)
-    stage = Staging(copies, claim(2))
+    stage = Staging(copies, claim_of(JOB, 2))
     stage._checkpoints(lambda: None)
     found = checkpoints.newest_first([other.attempt(JOB, 1) / "checkpoints"])
     assert [(one.step, checkpoints.fault(one.path)) for one in found] == [(30, None)]
@@ -281,7 +270,7 @@ def test_a_checkpoint_is_there_with_its_manifest_and_another_box_goes_on_from_it
     bucket.write(f"{key}/checkpoints/step-00000030/weights", b"weights of 3O")
     third = Layout(tmp_path / "third")
     third.create()
-    Staging(LocalCache(bucket, third, 0, 0), claim(2))._checkpoints(lambda: None)
+    Staging(LocalCache(bucket, third, 0, 0), claim_of(JOB, 2))._checkpoints(lambda: None)
     assert [one.step for one in checkpoints.newest_first([third.attempt(JOB, 1) / "checkpoints"])] == [20]
     assert bucket.size(f"{key}/checkpoints/step-00000030/manifest.json") is None
     assert list((third.root / "fetching").iterdir()) == []
@@ -290,7 +279,7 @@ def test_a_checkpoint_is_there_with_its_manifest_and_another_box_goes_on_from_it
     bucket.write(f"{key}/checkpoints/step-00000020/weights", b"")
     fourth = Layout(tmp_path / "fourth")
     fourth.create()
-    Staging(LocalCache(bucket, fourth, 0, 0), claim(2))._checkpoints(lambda: None)
+    Staging(LocalCache(bucket, fourth, 0, 0), claim_of(JOB, 2))._checkpoints(lambda: None)
     assert checkpoints.newest_first([fourth.attempt(JOB, 1) / "checkpoints"]) == []
 
 
@@ -308,7 +297,7 @@ def test_a_step_that_is_saved_twice_stays_in_the_bucket(bucket: Bucket, layout: 
     assert not any("step-00000010/" in one for one in keys(bucket))
     other = Layout(tmp_path / "other")
     other.create()
-    Staging(LocalCache(bucket, other, 0, 0), claim(2))._checkpoints(lambda: None)
+    Staging(LocalCache(bucket, other, 0, 0), claim_of(JOB, 2))._checkpoints(lambda: None)
     (found,) = checkpoints.newest_first([other.attempt(JOB, 1) / "checkpoints"])
     assert ((found.path / "weights").read_bytes(), found.step) == (b"step-00000010-v2", 10)
 
@@ -475,7 +464,7 @@ def test_the_weights_that_a_job_starts_from_come_from_the_bucket(bucket: Bucket,
     chain = ModelChain(root=HubModel(id="team/tiny"), adapter=handed)
     here = Layout(tmp_path / "here")
     here.create()
-    child = dataclasses.replace(claim(1), chain=chain.model_dump(mode="json"))
+    child = dataclasses.replace(claim_of(JOB, 1), chain=chain.model_dump(mode="json"))
     if scores:  # the answers of this job
         pin = RewardModelPin(reward="model", field="stage.reward.0.model", chain=chain, spec=child.spec, lineage=[])
         child = dataclasses.replace(child, chain=None, reward_models=[pin.model_dump(mode="json")])
@@ -532,7 +521,7 @@ def test_a_model_that_is_uploaded_lies_in_the_bucket_until_it_is_deleted(
         ).chain
     here = Layout(tmp_path / "here")
     here.create()
-    stage = Staging(LocalCache(bucket, here, 0, 0), dataclasses.replace(claim(1), chain=chain))
+    stage = Staging(LocalCache(bucket, here, 0, 0), dataclasses.replace(claim_of(JOB, 1), chain=chain))
     stage._handed_back(lambda: None)
     folder = here.artifacts(stored.id, 1) / "adapter"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == dict(adapter_files())
