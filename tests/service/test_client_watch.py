@@ -182,7 +182,7 @@ def test_keys_select_open_pause_and_cancel(api: Any, terminals: list[Terminal]) 
     def alone() -> bool:
         """The opened job fills the screen: the frames before still show the list, with their new keys."""
         frame = "\n".join(screen.frames()[-1])
-        return "33/66  1m 01s left" in frame and "gone" not in frame
+        return "33/66  1m 01s left" in frame and f"eft watch {at_work}" in frame
 
     wait_for(alone, 60, "the opened job alone", screen.shown)
     screen.press("p")

@@ -14,11 +14,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from core.base.files import sha256
 from core.train.base.shards import INDEX_FILE, write_shards
+from core.train.export.in_files import FusedInFiles
 from core.train.export.merge import merged_tensors, write_merged
 from core.train.model.load import load_model
 
@@ -57,6 +59,30 @@ def fits(more: int, work: Callable[[], object]) -> bool:
     return code == 0
 
 
+def grown_by(work: Callable[[], object]) -> int:
+    """Bytes of memory of its own that what `work` makes takes, in a fork; what lies in files is not counted."""
+
+    def own() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            before = own()
+            made = work()
+            os.write(theirs, str(own() - before).encode())
+            del made
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as told:
+        found = int(told.read())
+    os.waitpid(child, 0)
+    return found
+
+
 def test_a_model_twice_as_large_as_the_memory_left_is_merged(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8,
@@ -79,8 +105,8 @@ def test_a_model_twice_as_large_as_the_memory_left_is_merged(tmp_path: Path) -> 
     assert not [one for one in (tmp_path / "limited").iterdir() if one.name.startswith((".", "shard-"))]
 
 
-def test_fused_experts_are_merged_layer_by_layer(tmp_path: Path) -> None:
-    """transformers undoes its fusing on all weights at once, for which the limit has no room."""
+def test_fused_experts_are_read_and_merged_layer_by_layer(tmp_path: Path) -> None:
+    """transformers fuses them in memory, and undoes that on all weights at once, for which the limit has no room."""
     config = Qwen2MoeConfig(
         vocab_size=512, hidden_size=512, intermediate_size=512, moe_intermediate_size=512, num_hidden_layers=12,
         shared_expert_intermediate_size=512, num_attention_heads=8, num_key_value_heads=8, num_experts=4,
@@ -103,10 +129,21 @@ def test_fused_experts_are_merged_layer_by_layer(tmp_path: Path) -> None:
     def merge(name: str) -> None:
         write_merged(model, tmp_path / name, model_dir=tmp_path / "base", dtype=torch.bfloat16)
 
+    def read() -> nn.Module:
+        return load_model(tmp_path / "base", torch.float32)
+
+    def read_in_files() -> nn.Module:
+        with FusedInFiles(tmp_path):
+            return read()
+
+    experts = sum(one.nbytes for name, one in base.named_parameters() if ".experts." in name)
+    assert grown_by(read) > 0.9 * experts > 9 * grown_by(read_in_files)
     assert not fits(size // 2, at_once)
     assert fits(size // 2, lambda: merge("limited"))
     merge("free")
     assert sha256(tmp_path / "free/model.safetensors") == sha256(tmp_path / "limited/model.safetensors")
+    plain, there = read().state_dict(), read_in_files().state_dict()
+    assert all(torch.equal(plain[name], one) for name, one in there.items()) and not list(tmp_path.glob(".fused-*"))
     found, whole = load_file(tmp_path / "free/model.safetensors"), at_once()
     assert found.keys() == whole.keys() == load_file(tmp_path / "base/model.safetensors").keys()
     assert all(torch.equal(found[name], one) for name, one in whole.items())

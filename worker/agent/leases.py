@@ -44,7 +44,7 @@ class Leases:
             held = {attempt: claims.renew(session, attempt.token, lease) is not None for attempt in attempts}
         for attempt, holds in held.items():
             if not holds:
-                if attempt in self._claims.attempts():
+                if attempt in self._claims.attempts() and not attempt.ending:
                     log.warning("%s: the lease of attempt %d is lost", attempt.claim.label, attempt.token.attempt)
                     attempt.lose()
             else:  # a child counts from `began`, so that this process may sleep in between (a frozen machine)

@@ -64,6 +64,8 @@ class AttemptRunner:
         self.child: Child | None = None
         self.lost = threading.Event()
         """Somebody else may have the job: nothing may be written any more, and nothing of it may run."""
+        self.ending = False
+        """Nothing of it runs any more, and its end is about to be written, or is: the lease goes with that."""
         self.began = time.monotonic()
         self._lock = threading.Lock()
         self._held_at = held_at
@@ -86,6 +88,7 @@ class AttemptRunner:
         written it raises, and nothing of the attempt runs any more."""
         try:
             end = self._attend()
+            self.ending = True
             self._guests.see_out(*(end or (Requeued("the process it shared has ended"), None)))
             if end is not None:
                 self._finish(*end)

@@ -56,6 +56,7 @@ def _export(run: Any) -> None:
     from core.train.export.card import base_name, model_card
     from core.train.export.formats.subject import Subject
     from core.train.export.formats.write import write_formats
+    from core.train.export.in_files import FusedInFiles
     from core.train.export.retention import probes
     from core.train.feed import read_data
     from core.train.kernels.fused.modules import fuse_parts
@@ -72,17 +73,18 @@ def _export(run: Any) -> None:
     compute = prepare_compute(run)
     tokenizer = load_tokenizer(run.tokenizer_dir)
     data = read_data(run, tokenizer)
-    if isinstance(method, Full):
-        head = run.spec.stage.head
-        model = load_model(run.adapter_dir, saved_dtype(run.adapter_dir), head=given_head(run.adapter_dir, head))
-        if rounded is not None:
-            to_qat(model, rounded, saved_dtype(run.adapter_dir))
-        if not run.spec.training.compile:
-            fuse_parts(model, compute.placement.device)  # as it was trained: the figures are those of its run
-    else:
-        built = build_model(run, compute.placement, tokenizer, data.longest)
-        built.hand_back()
-        model = built.model
+    with FusedInFiles(run.folder):
+        if isinstance(method, Full):
+            head = run.spec.stage.head
+            model = load_model(run.adapter_dir, saved_dtype(run.adapter_dir), head=given_head(run.adapter_dir, head))
+            if rounded is not None:
+                to_qat(model, rounded, saved_dtype(run.adapter_dir))
+            if not run.spec.training.compile:
+                fuse_parts(model, compute.placement.device)  # as it was trained: the figures are those of its run
+        else:
+            built = build_model(run, compute.placement, tokenizer, data.longest)
+            built.hand_back()
+            model = built.model
     model.eval()
     run.phase("saving")
     folder = run.folder / ARTIFACTS

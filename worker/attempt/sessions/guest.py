@@ -64,6 +64,11 @@ class GuestAttempt:
         if self._inside and not self.shared.ended.is_set():
             self.shared.child.kill()
 
+    @property
+    def ending(self) -> bool:
+        """As AttemptRunner's."""
+        return not self._inside
+
     def hurry(self) -> None:
         """The worker is leaving: its host is asked too, and takes it along."""
 
