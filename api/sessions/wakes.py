@@ -11,12 +11,13 @@ from weakref import WeakValueDictionary
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy.exc import SQLAlchemyError
 
+from api.http.waiting import GROWTH
 from core.base import bells
 from core.jobs.base.states import FINAL, Status
 from core.storage.layout import Layout
 
 MOST_KNOWN = 10_000
-FIRST_LOOK, LONGEST_LOOK, GROWTH = 0.004, 0.1, 1.5
+FIRST_LOOK, LONGEST_LOOK = 0.004, 0.1
 """Seconds between two looks for results whose ends nobody rings for: their worker is on another box."""
 RUNG_LOOK = 2.0
 """The same where somebody rings, since a ring may be lost."""

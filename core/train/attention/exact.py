@@ -197,7 +197,7 @@ class LastTokens:
         for at in range(0, len(labels), ROWS):
             found.append(torch.empty(ROWS, dtype=self._chunks.dtype, device=labels.device))
             raw = _some(products, 0, at, ROWS)
-            self._chunks.losses_of(raw, padded[at : at + ROWS], found[-1], gradient=False, factor=-1.0)
+            self._chunks.losses(raw, padded[at : at + ROWS], found[-1], gradient=False, factor=-1.0)
         return torch.cat(found)[: len(labels)]
 
 

@@ -37,8 +37,7 @@ class FusedInFiles(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in JOINS or "out" in kwargs or not _joins_weights(args[0]):
             return func(*args, **kwargs)
-        with torch.device("meta"):
-            shape = func([torch.empty_like(tensor, device="meta") for tensor in args[0]], *args[1:], **kwargs).shape
+        shape = func([tensor.to("meta") for tensor in args[0]], *args[1:], **kwargs).shape
         return func(*args, **kwargs, out=self._empty(shape, args[0][0].dtype))
 
     def _empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -87,9 +87,18 @@ class Chunks:
         self._capped = torch.empty_like(self._wide) if options.softcap is not None and backend == "portable" else None
         self._slope: Tensor | None = None
 
+    def product(self, h: Tensor) -> Tensor:
+        """h·Wᵀ [c, V] of hidden states h [c, H] with c at most `rows`, valid until the next call."""
+        raw = self._product[: h.shape[0], : self.head.shape[0]]
+        if self.wide:
+            wide_product(h, self.head.t(), out=raw)
+        else:
+            torch.mm(h, self.head.t(), out=raw)
+        return raw
+
     def losses(
         self,
-        h: Tensor,
+        raw: Tensor,
         labels: Tensor,
         out: Tensor,
         *,
@@ -102,31 +111,7 @@ class Chunks:
         label is the first of the largest logits. With `gradient`, return factor · weight[i] · d loss / d (h·Wᵀ),
         [c, V] in the head's dtype, valid until the next call.
 
-        h [c, H] with c at most `rows`, labels int64 [c], out and weight [c] of `dtype`, right bool [c]."""
-        raw = self.product(h)
-        return self.losses_of(raw, labels, out, gradient=gradient, factor=factor, weight=weight, right=right)
-
-    def product(self, h: Tensor) -> Tensor:
-        """h·Wᵀ [c, V], valid until the next call."""
-        raw = self._product[: h.shape[0], : self.head.shape[0]]
-        if self.wide:
-            wide_product(h, self.head.t(), out=raw)
-        else:
-            torch.mm(h, self.head.t(), out=raw)
-        return raw
-
-    def losses_of(
-        self,
-        raw: Tensor,
-        labels: Tensor,
-        out: Tensor,
-        *,
-        gradient: bool,
-        factor: float = 1.0,
-        weight: Tensor | None = None,
-        right: Tensor | None = None,
-    ) -> Tensor | None:
-        """`losses` of what `product` has answered."""
+        raw [c, V] as `product` answers it, labels int64 [c], out and weight [c] of `dtype`, right bool [c]."""
         if self.backend == "triton":
             if right is not None:  # scale and cap change no order
                 torch.eq(_first_largest(raw if self.bias is None else raw + self.bias), labels, out=right)

@@ -139,7 +139,7 @@ def token_figures(
         right = torch.empty(hidden.shape[0], dtype=torch.bool, device=hidden.device)
         for start in range(0, hidden.shape[0], chunks.rows):
             at = slice(start, start + chunks.rows)
-            chunks.losses(hidden[at], labels[at], losses[at], gradient=False, right=right[at])
+            chunks.losses(chunks.product(hidden[at]), labels[at], losses[at], gradient=False, right=right[at])
     return TokenFigures(losses, right)
 
 
@@ -191,7 +191,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunks.rows):
             h, y = hidden[start : start + chunks.rows], labels[start : start + chunks.rows]
             loss, by = losses[: h.shape[0]], None if weight is None else weight[: h.shape[0]]
-            grad = chunks.losses(h, y, loss, gradient=with_hidden or with_head, weight=by)
+            grad = chunks.losses(chunks.product(h), y, loss, gradient=with_hidden or with_head, weight=by)
             total += loss.sum()
             if grad_hidden is not None and grad is not None:
                 at = grad_hidden[start : start + chunks.rows]
@@ -232,7 +232,9 @@ class _TokenLogprobs(torch.autograd.Function):
         direction = torch.empty_like(hidden, dtype=chunks.dtype) if with_hidden else None
         for start in range(0, hidden.shape[0], chunks.rows):
             h, y = hidden[start : start + chunks.rows], labels[start : start + chunks.rows]
-            grad = chunks.losses(h, y, out[start : start + chunks.rows], gradient=with_hidden, factor=-1.0)
+            grad = chunks.losses(
+                chunks.product(h), y, out[start : start + chunks.rows], gradient=with_hidden, factor=-1.0
+            )
             if direction is not None and grad is not None:
                 wide_product(grad, chunks.head, out=direction[start : start + chunks.rows])
         saved = (direction, hidden, head, bias, labels) if with_head else (direction, None, None, None, None)
@@ -255,7 +257,9 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunks.rows):
             h, y = hidden[start : start + chunks.rows], labels[start : start + chunks.rows]
             at = slice(start, start + chunks.rows)
-            grad = chunks.losses(h, y, unused[: h.shape[0]], gradient=True, factor=-1.0, weight=weight[at])
+            grad = chunks.losses(
+                chunks.product(h), y, unused[: h.shape[0]], gradient=True, factor=-1.0, weight=weight[at]
+            )
             assert grad is not None
             grad_head += grad.t() @ h
         return by_hidden, grad_head.to(head.dtype), None, None, None, None, None
