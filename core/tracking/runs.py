@@ -100,13 +100,15 @@ class MLflowRun:
         known = self._client.get_experiment_by_name(told.group)
         experiment = known.experiment_id if known is not None else self._made(told)
         runs = self._client.search_runs([experiment], f"tags.`eft.job` = '{told.job}'", max_results=1)
+        known_params: Mapping[str, str] = {}
         if runs:
             self._run = runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
-            return
-        tags = {"eft.job": told.job, **{f"eft.tag.{tag}": "true" for tag in told.tags}}
-        self._run = self._client.create_run(experiment, run_name=told.name, tags=tags).info.run_id
-        params = [Param(name, value[:500]) for name, value in told.params.items()]
+            known_params = runs[0].data.params  # not all of them if the attempt that made the run was killed then
+        else:
+            tags = {"eft.job": told.job, **{f"eft.tag.{tag}": "true" for tag in told.tags}}
+            self._run = self._client.create_run(experiment, run_name=told.name, tags=tags).info.run_id
+        params = [Param(name, value[:500]) for name, value in told.params.items() if name not in known_params]
         for start in range(0, len(params), self.PARAMS):
             self._client.log_batch(self._run, params=params[start : start + self.PARAMS])
 
