@@ -232,7 +232,7 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
 
 
 def _rows(spec: Any, longest: int) -> int:
-    from core.plan.memory import training_pass
+    from core.plan.memory.passes import training_pass
 
     return int(training_pass(spec, longest)[0]) // longest
 
@@ -291,7 +291,7 @@ def make(folder: Path, about: dict[str, Any], *, small: bool) -> None:
 
 def planned(work: Path, combination: Combination, device_name: str) -> Any:
     from core.plan.device import Device
-    from core.plan.memory import plan
+    from core.plan.memory.plan import plan
     from core.plan.models.shape import Shape
     from core.spec.job import JobSpec
     from core.spec.resolve import resolve

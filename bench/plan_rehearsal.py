@@ -223,7 +223,7 @@ def measure(row: Row, work: Path) -> dict[str, Any]:
 
     from bench.qlora_models import tokenizer_for
     from core.plan.device import Device
-    from core.plan.memory import plan
+    from core.plan.memory.plan import plan
     from core.plan.models.shape import Shape
     from core.spec.job import JobSpec
     from core.spec.resolve import resolve

@@ -19,7 +19,8 @@ from core.jobs.base.slots import Needs, PlanNeeds, Slot
 from core.jobs.base.states import Status
 from core.jobs.kinds import Kind
 from core.jobs.scheduling.cluster import SlotState
-from core.plan.memory import Item, Plan, plan
+from core.plan.memory.plan import plan
+from core.plan.memory.result import Item, Plan
 from core.plan.models.shape import Shape
 from core.plan.steps import micro_batch, run_steps, step_size, steps_for
 from core.spec.axes.batching import Rows

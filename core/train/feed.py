@@ -17,7 +17,7 @@ from core.data.ignored import glance
 from core.data.rows import PromptOnly
 from core.errors import DataError, SpecError
 from core.plan.advice import of_steps
-from core.plan.memory import training_pass
+from core.plan.memory.passes import training_pass
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import HeldOut

@@ -19,7 +19,7 @@ from core.jobs.lifecycle.submit import Actor, pause, resume, retry, submit
 from core.jobs.policies import nodes
 from core.jobs.views import explain
 from core.jobs.views.explain import QueueSettings
-from core.plan.memory import plan
+from core.plan.memory.plan import plan
 from core.plan.models.shape import Shape
 from core.spec.job import JobSpec
 from core.spec.load import parse_job

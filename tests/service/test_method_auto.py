@@ -24,7 +24,7 @@ from core.jobs.admission import fit
 from core.jobs.base.slots import Slot
 from core.jobs.lifecycle.submit import Actor, cancel, submit
 from core.plan.candidates import candidates
-from core.plan.memory import plan
+from core.plan.memory.plan import plan
 from core.plan.models.shape import Shape
 from core.plan.stream import MARGIN
 from core.settings import Settings

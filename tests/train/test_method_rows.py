@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.plan.device import Device
-from core.plan.memory import plan
+from core.plan.memory.plan import plan
 from core.plan.models.shape import Shape
 from core.spec.load import parse_job
 from core.spec.resolve import resolve

@@ -14,7 +14,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from core.errors import SpecError
 from core.plan.device import Device
-from core.plan.memory import plan
+from core.plan.memory.plan import plan
 from core.plan.models.freeze import trained_names
 from core.plan.models.shape import Shape
 from core.spec.axes.method import OFT, Full, LoRA, TrainedPart

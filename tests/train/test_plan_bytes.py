@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.pytorch_utils import Conv1D
 
 from core.plan.device import Device
-from core.plan.memory import plan
+from core.plan.memory.plan import plan
 from core.plan.models.families import FAMILIES
 from core.plan.models.shape import Shape
 from core.spec.axes.method import OFT, Full, LoRA, LowRank

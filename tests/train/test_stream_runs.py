@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from core.plan.compatibility import check
 from core.plan.device import Device
-from core.plan.memory import need as need_of
+from core.plan.memory.plan import need as need_of
 from core.plan.models.shape import Shape
 from core.plan.stream import Free, decide
 from core.spec.axes.runtime import AutoStream

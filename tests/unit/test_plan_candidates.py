@@ -15,7 +15,7 @@ from core.jobs.scheduling.cluster import SlotState
 from core.plan.candidates import candidates
 from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES
-from core.plan.memory import plan
+from core.plan.memory.plan import plan
 from core.plan.models.shape import Shape
 from core.plan.stream import MARGIN
 from core.spec.job import JobSpec

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from core.plan.device import CONTEXT_BYTES, Device
-from core.plan.memory import Plan, fits, need, plan
+from core.plan.memory.plan import need, plan
+from core.plan.memory.result import Plan, fits
 from core.plan.models.shape import ScorerShape, Shape
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve

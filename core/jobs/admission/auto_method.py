@@ -19,7 +19,8 @@ from core.jobs.admission import fit, lengths, oom_backoff, shapes
 from core.jobs.base.slots import Slot
 from core.plan.candidates import FULL, LORA, Candidate, candidates
 from core.plan.device import Device
-from core.plan.memory import Plan, fits, plan
+from core.plan.memory.plan import plan
+from core.plan.memory.result import Plan, fits
 from core.plan.models.shape import Shape
 from core.plan.steps import BATCH
 from core.plan.stream import MARGIN

@@ -19,7 +19,8 @@ from core.jobs.scheduling.cluster import SlotState
 from core.plan.candidates import candidates
 from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES, Device
-from core.plan.memory import Plan, plan
+from core.plan.memory.plan import plan
+from core.plan.memory.result import Plan
 from core.plan.models.shape import Shape
 from core.plan.steps import BATCH
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA

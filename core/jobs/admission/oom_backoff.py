@@ -35,7 +35,7 @@ def smaller(spec: JobSpec, field: str | None) -> dict[str, int] | None:
 
     The micro-batch becomes its largest divisor below itself: half where it is even. One of tokens is not cut below
     max_length, since a row is never cut. A pass over held-out rows has no more tokens than one of training
-    (core/plan/memory.py), so that more rows than that has count for nothing.
+    (core/plan/memory/), so that more rows than that has count for nothing.
     """
     if field == BATCH:
         batch, name, least = micro_batch(spec)

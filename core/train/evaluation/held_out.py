@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from core.errors import SpecError
-from core.plan.memory import training_pass
+from core.plan.memory.passes import training_pass
 from core.spec.axes.runtime import HeldOut
 from core.train.base.stop import StopRequested
 from core.train.batch import Batch

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from core.base.files import sync
 from core.errors import EftError, SpecError
-from core.plan.memory import training_pass
+from core.plan.memory.passes import training_pass
 from core.spec.axes.batching import Packed
 from core.spec.run.folder import REFERENCE
 from core.train.base.stop import StopRequested

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from core.plan.device import Device
-from core.plan.memory import need
+from core.plan.memory.plan import need
 from core.plan.models.shape import ScorerShape, Shape
 from core.plan.stream import Decision, Free, decide
 from core.spec.axes.runtime import AutoStream

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from core.errors import SpecError
 from core.hardware.tables.faults import Limits
-from core.plan.memory import training_pass
+from core.plan.memory.passes import training_pass
 from core.spec.job import JobSpec
 from core.train.kernels.padded import PaddedA, PaddedB, StartedA, StartedB
 from core.train.kernels.row_split import RowSplit
