@@ -53,7 +53,7 @@ def _export(run: Any) -> None:
     from core.spec.job import JobSpec
     from core.spec.settled import method_of
     from core.train.export.artifacts import list_files
-    from core.train.export.card import base_name, model_card
+    from core.train.export.card.card import base_name, model_card
     from core.train.export.formats.subject import Subject
     from core.train.export.formats.write import write_formats
     from core.train.export.in_files import FusedInFiles

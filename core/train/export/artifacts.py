@@ -16,7 +16,7 @@ from core.base.files import sha256, sync
 from core.spec.axes.quantization import QAT
 from core.spec.run.folder import ARTIFACTS, RUN_RECORD_FILE
 from core.spec.settled import method_of
-from core.train.export.card import base_name, model_card
+from core.train.export.card.card import base_name, model_card
 from core.train.export.formats.subject import Subject
 from core.train.export.formats.write import WITHHELD, write_formats
 from core.train.export.handed_back import check_saved
