@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,10 @@ from core.train.data.order import build_order
 from core.train.data.reader import rows_of
 from core.train.data.streaming import StreamLoader
 from core.train.data.tokens import TokenReader
-from core.train.data.truncate import DataReport, Truncation, fitted_or_refused
+from core.train.data.truncate import DataReport, fitted_or_refused
 from core.train.examples.mismatched import arrange, refuse_one_class
 from core.train.render.options import RenderOptions
-from core.train.render.renderer import renderer_of
+from core.train.render.renderer import Renderer, renderer_of
 from core.train.rollout.rewards import columns_of, refuse_rows_without
 from core.train.run import Run
 
@@ -94,6 +95,50 @@ class RunData:
 def read_data(run: Run, tokenizer: Any) -> RunData:
     """Read all rows of the order as tokens. DataError or SpecError, with what is wrong."""
     order, spec = run.order, run.spec
+    for ignored in glance(order.train):
+        run.notice(ignored.code, ignored.message)
+    reader = TokenReader(order, tokenizer, _progress(run), partial(run.notice, "token_cache"))
+    train = _streamed(run, tokenizer) if spec.data.streaming else _read_whole(run, reader)
+    renderer = train.renderer
+    held = _held_out(run, order.eval, reader, renderer) if isinstance(spec.evaluation, HeldOut) else None
+    longest = max(train.longest, 0 if held is None else held.longest)
+    if (template := renderer.saved_template()) is not None:
+        tokenizer.chat_template = template  # the tuned model is asked as it was trained
+    prompts = eval_prompts = None
+    if isinstance(spec.stage, RolloutStage):
+        prompts = _prompts(spec.stage, order.train, train.dataset, "data.train")
+        if held is not None and order.eval is not None:
+            eval_prompts = _prompts(spec.stage, order.eval, held.dataset, "data.eval")
+        answer = spec.stage.max_completion_length
+        longest = min(longest, spec.training.max_length - answer) + answer
+    return RunData(
+        train.dataset,
+        train.record,
+        None if held is None else held.dataset,
+        None if held is None else held.record,
+        renderer.options,
+        renderer.describe() | {"template_sha256": _template_sha256(tokenizer)},
+        min(longest, spec.training.max_length),
+        prompts,
+        eval_prompts,
+        train.stream,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Rows that were read, for training or held out."""
+
+    dataset: TokenDataset
+    record: dict[str, Any]
+    longest: int
+    """Tokens of the longest row; of a stream max_length."""
+    renderer: Renderer
+    stream: StreamLoader | None = None
+
+
+def _progress(run: Run) -> Callable[[int, int | None], None]:
+    """What is called between rows: (rows done, of so many)."""
     told = time.monotonic()
 
     def progress(done: int, total: int | None) -> None:
@@ -103,71 +148,44 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
             told = time.monotonic()
             run.events.write("progress", rows=done, total_rows=total)
 
-    for ignored in glance(order.train):
-        run.notice(ignored.code, ignored.message)
-    reader = TokenReader(order, tokenizer, progress, partial(run.notice, "token_cache"))
-    stream: StreamLoader | None = None
-    if spec.data.streaming:
-        stream = StreamLoader(
-            order.train,
-            spec,
-            lambda row_format: renderer_of(spec, row_format, tokenizer),
-            between=run.check_stop,
-            notice=partial(run.notice, "block_skipped"),
-            model_dir=run.tokenizer_dir,
-            rank=run.ranks.rank,
-            world=run.ranks.world,
-        )
-        renderer = stream.renderer
-    else:
-        found = reader.read(order.train)
-        tokens, renderer = found.tokens, found.renderer
-    loss_on = renderer.options.loss_on
-    limit, policy = spec.training.max_length, spec.training.truncation
-    if stream is not None:
-        train, report, row_format = stream.dataset, stream.report, stream.format
-    else:
-        refuse_one_class(tokens.dataset, spec.stage)
-        (train, report), row_format = _fitted(spec, tokens), tokens.format
-    _tell(report, "training" if stream is None else f"of the first {report.rows} training", limit, policy, run)
-    held: TokenDataset | None = None
-    held_record: dict[str, Any] | None = None
-    longest = report.longest
-    if order.eval is not None and isinstance(spec.evaluation, HeldOut):
-        eval_tokens = reader.read(order.eval, renderer).tokens
-        if loss_on != "all" and eval_tokens.format == "text":
-            raise SpecError(
-                "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
-            )
-        held, held_report = _fitted(spec, eval_tokens)
-        _tell(held_report, "held-out", limit, policy, run)
-        held_record = _record(order.eval, eval_tokens.format, held_report)
-        longest = max(longest, held_report.longest)
-    if (template := renderer.saved_template()) is not None:
-        tokenizer.chat_template = template  # the tuned model is asked as it was trained
-    train_record = _record(order.train, row_format, report)
-    if stream is not None:
-        train_record |= {"streaming": True, "counted": "the first block"}
-        longest = limit
-    described = renderer.describe() | {"template_sha256": _template_sha256(tokenizer)}
-    prompts = eval_prompts = None
-    if isinstance(spec.stage, RolloutStage):
-        prompts = _prompts(spec.stage, order.train, train, "data.train")
-        if held is not None and order.eval is not None:
-            eval_prompts = _prompts(spec.stage, order.eval, held, "data.eval")
-        longest = min(longest, limit - spec.stage.max_completion_length) + spec.stage.max_completion_length
-    return RunData(
-        train,
-        train_record,
-        held,
-        held_record,
-        renderer.options,
-        described,
-        min(longest, limit),
-        prompts,
-        eval_prompts,
-        stream,
+    return progress
+
+
+def _streamed(run: Run, tokenizer: Any) -> _Read:
+    order, spec = run.order, run.spec
+    stream = StreamLoader(
+        order.train,
+        spec,
+        lambda row_format: renderer_of(spec, row_format, tokenizer),
+        between=run.check_stop,
+        notice=partial(run.notice, "block_skipped"),
+        model_dir=run.tokenizer_dir,
+        rank=run.ranks.rank,
+        world=run.ranks.world,
     )
+    _tell(stream.report, f"of the first {stream.report.rows} training", run)
+    record = _record(order.train, stream.format, stream.report) | {"streaming": True, "counted": "the first block"}
+    return _Read(stream.dataset, record, spec.training.max_length, stream.renderer, stream)
+
+
+def _read_whole(run: Run, reader: TokenReader) -> _Read:
+    order, spec = run.order, run.spec
+    found = reader.read(order.train)
+    refuse_one_class(found.tokens.dataset, spec.stage)
+    dataset, report = _fitted(spec, found.tokens)
+    _tell(report, "training", run)
+    return _Read(dataset, _record(order.train, found.tokens.format, report), report.longest, found.renderer)
+
+
+def _held_out(run: Run, order: DataOrder | None, reader: TokenReader, renderer: Renderer) -> _Read | None:
+    if order is None:
+        return None
+    tokens = reader.read(order, renderer).tokens
+    if renderer.options.loss_on != "all" and tokens.format == "text":
+        raise SpecError("held-out rows of raw text cannot be compared with training on completions", field="data.eval")
+    dataset, report = _fitted(run.spec, tokens)
+    _tell(report, "held-out", run)
+    return _Read(dataset, _record(order, tokens.format, report), report.longest, renderer)
 
 
 def _prompts(stage: RolloutStage, order: DataOrder, prompts: TokenDataset, field: str) -> list[PromptOnly]:
@@ -202,7 +220,8 @@ def _fitted(spec: JobSpec, tokens: TokenisedRows) -> tuple[TokenDataset, DataRep
     return dataset, report
 
 
-def _tell(report: DataReport, which: str, limit: int, policy: Truncation, run: Run) -> None:
+def _tell(report: DataReport, which: str, run: Run) -> None:
+    limit, policy = run.spec.training.max_length, run.spec.training.truncation
     if report.truncated:
         become = {
             "cut_left": "lost their beginning",
