@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -174,34 +175,9 @@ def run_order(
     if refused:
         raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
     prepared = _prepared(claim, layout)
-    datasets = {one["field"]: one for one in prepared.get("datasets", ())}
-
-    def located(source: Single, field: str) -> tuple[list[Path], dict[str, Any]]:
-        match source:
-            case HubDataset() | TaskRows():
-                found = datasets.get(field)
-                paths = [] if found is None else [layout.root / path for path in found["paths"]]
-                if found is None or not all(path.is_file() for path in paths):
-                    named = source.id if isinstance(source, HubDataset) else source.name
-                    raise ModelGone(f"the prepared rows of {named} are no longer on the data root")
-                return paths, found["source"]
-            case FileSource() | PathSource():
-                return [_file(source, field, settings.data_roots, layout)], {}
-            case _ as never:
-                assert_never(never)
-
-    train, held_out = data_orders(spec.data, located)
+    train, held_out = data_orders(spec.data, partial(_located, prepared, settings, layout))
     model_dir = layout.root / prepared["model_dir"]
     files = [path for order in (train, held_out) if order is not None for one in order.sources for path in one.paths]
-    match claim.slot.kind:
-        case "preview":
-            limit = _prepare_limit(settings, sum(Path(path).stat().st_size for path in files))
-        case "cpu" if settings.cpu_slot_limit and claim.slot.share_bytes:
-            # Files are mapped so that the kernel counts them, although it can let their pages go.
-            mapped = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
-            limit = MemoryLimit(bytes=claim.slot.share_bytes + mapped + SLACK_BYTES, setting="EFT_CPU_SLOT_BYTES")
-        case _:
-            limit = None
     return RunOrder(
         job_id=claim.token.job_id,
         attempt=claim.token.attempt,
@@ -227,10 +203,41 @@ def run_order(
         world_size=len(claim.slots),
         selftest=None if selftest is None else selftest.model_dump(mode="json"),
         settled=None if claim.settled is None else claim.settled | {"words": auto_method.words(claim.settled)},
-        memory_limit=limit,
+        memory_limit=_memory_limit(claim, settings, files, model_dir),
         helper_limit=_prepare_limit(settings),
         memory_bytes=settings.cpu_slot_bytes or None if claim.slot.kind == "cpu" else None,
     )
+
+
+def _located(
+    prepared: Mapping[str, Any], settings: Settings, layout: Layout, source: Single, field: str
+) -> tuple[list[Path], dict[str, Any]]:
+    """The files of a source of rows, and where they are from. ModelGone where prepared rows are no longer there."""
+    match source:
+        case HubDataset() | TaskRows():
+            found = next((one for one in prepared.get("datasets", ()) if one["field"] == field), None)
+            paths = [] if found is None else [layout.root / path for path in found["paths"]]
+            if found is None or not all(path.is_file() for path in paths):
+                named = source.id if isinstance(source, HubDataset) else source.name
+                raise ModelGone(f"the prepared rows of {named} are no longer on the data root")
+            return paths, found["source"]
+        case FileSource() | PathSource():
+            return [_file(source, field, settings.data_roots, layout)], {}
+        case _ as never:
+            assert_never(never)
+
+
+def _memory_limit(claim: Claim, settings: Settings, files: Sequence[str], model_dir: Path) -> MemoryLimit | None:
+    """What bounds the process; None: nothing but the machine."""
+    match claim.slot.kind:
+        case "preview":
+            return _prepare_limit(settings, sum(Path(path).stat().st_size for path in files))
+        case "cpu" if settings.cpu_slot_limit and claim.slot.share_bytes:
+            # Files are mapped so that the kernel counts them, although it can let their pages go.
+            mapped = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+            return MemoryLimit(bytes=claim.slot.share_bytes + mapped + SLACK_BYTES, setting="EFT_CPU_SLOT_BYTES")
+        case _:
+            return None
 
 
 def session_order(
