@@ -433,6 +433,13 @@ def _look_closely(service: Service, window: Browser, job_id: str) -> None:
     assert re.search("first_step=[0-9]+&last_step=[0-9]+", window.run(asked)[-1])
     window.press("#plot-wave .area", "0")
     window.wait(lambda: 500 < window.run(known) <= 1500, "the whole curve")
+    window.click("#log-x")  # then the middle of the axis is the geometric mean of its ends
+    middle = "const { u, view } = eft.charts.get('wave'); return [u.posToVal(u.over.clientWidth / 2, 'x'), ...view]"
+    window.wait(lambda: window.run(middle) == pytest.approx([6000**0.5, 1, 6000], rel=0.01), "the logarithmic axis")
+    window.press("#plot-wave .area", "+")
+    window.wait(lambda: window.run(middle) == pytest.approx([6000**0.5, 6000**0.25, 6000**0.75], rel=0.01), "a half")
+    window.press("#plot-wave .area", "0")
+    window.click("#log-x")
     window.type("#more", " ")
 
 

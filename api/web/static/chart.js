@@ -9,7 +9,9 @@
     return low;
   };
 
-  // `look`: words of an x, words of a y, a colour of the page by its name, log axis or not, words of the x axis.
+  const same = (value) => value, power = (value) => 10 ** value;
+  // `look`: words of an x, words of a y, a colour of the page by its name, whether y and x are logarithmic, words of the
+  // x axis.
   // `zoomed` is called with the borders of a part that stays in view, and without any when all is shown.
   eft.chart = (area, title, look, zoomed) => {
     const chart = { lines: [], all: [0, 1], view: [0, 1] };
@@ -21,13 +23,13 @@
     // A path visits only the points in view and one beyond each border; uPlot's own would visit the steps of all lines.
     const path = (at, smooth) => (u) => {
       const line = chart.lines[at], { xs } = line, ys = smooth ? line.smooth : line.ys, { left, top, width, height } = u.bbox;
-      const f = look.log ? Math.log10 : (value) => value, { x, y } = u.scales, drawn = new Path2D();
-      const across = width / (x.max - x.min), low = f(y.min), up = height / (f(y.max) - low);
+      const f = look.log ? Math.log10 : same, g = look.logX ? Math.log10 : same, { x, y } = u.scales, drawn = new Path2D();
+      const from = g(x.min), across = width / (g(x.max) - from), low = f(y.min), up = height / (f(y.max) - low);
       const to = Math.min(xs.length - 1, place(xs, x.max));
       let begun = false;
       for (let i = Math.max(0, place(xs, x.min) - 1); i <= to; i += 1) {
         if (ys[i] === null) { begun = false; continue; }  // a gap: nothing was measured between its ends
-        const px = left + (xs[i] - x.min) * across, py = top + height - (f(ys[i]) - low) * up;
+        const px = left + (g(xs[i]) - from) * across, py = top + height - (f(ys[i]) - low) * up;
         const alone = !begun && (i === to || ys[i + 1] === null);
         if (begun) drawn.lineTo(px, py); else drawn.moveTo(px, py);
         begun = true;
@@ -81,13 +83,16 @@
       clearTimeout(timer);
       timer = setTimeout(() => part ? zoomed(min, max) : zoomed(), 250);
     };
+    // Borders along the axis: logarithms, where it is logarithmic.
+    const along = (borders) => look.logX ? borders.map(Math.log10) : borders;
     const show = (min, max) => {
-      const [first, last] = chart.all, width = Math.min(max - min, last - first), from = Math.max(first, Math.min(min, last - width));
-      chart.u.setScale("x", { min: from, max: from + width });
+      const [first, last] = along(chart.all), width = Math.min(max - min, last - first), from = Math.max(first, Math.min(min, last - width));
+      const back = look.logX ? power : same;
+      chart.u.setScale("x", { min: back(from), max: back(from + width) });
     };
-    chart.pan = (part) => { const [min, max] = chart.view, by = (max - min) * part; show(min + by, max + by); };
-    chart.zoom = (times) => { const [min, max] = chart.view, mid = (min + max) / 2, half = (max - min) * times / 2; show(mid - half, mid + half); };
-    const keys = { ArrowLeft: () => chart.pan(-0.2), ArrowRight: () => chart.pan(0.2), "+": () => chart.zoom(0.5), "-": () => chart.zoom(2), 0: () => show(...chart.all) };
+    chart.pan = (part) => { const [min, max] = along(chart.view), by = (max - min) * part; show(min + by, max + by); };
+    chart.zoom = (times) => { const [min, max] = along(chart.view), mid = (min + max) / 2, half = (max - min) * times / 2; show(mid - half, mid + half); };
+    const keys = { ArrowLeft: () => chart.pan(-0.2), ArrowRight: () => chart.pan(0.2), "+": () => chart.zoom(0.5), "-": () => chart.zoom(2), 0: () => show(...along(chart.all)) };
     area.tabIndex = 0;
     area.setAttribute("role", "group");
     area.setAttribute("aria-label", `Curve of ${title}. Keys: plus and minus zoom, arrows move, 0 shows all.`);
@@ -104,7 +109,7 @@
       const before = chart.u && (chart.view[0] > chart.all[0] || chart.view[1] < chart.all[1]) ? chart.view : null;
       chart.lines = lines;
       const first = Math.min(...lines.map(({ xs }) => xs[0])), last = Math.max(...lines.map(({ xs }) => xs[xs.length - 1]));
-      chart.all = first < last ? [first, last] : [first - 0.5, first + 0.5];
+      chart.all = first < last ? [first, last] : look.logX ? [first / 2, first * 2] : [first - 0.5, first + 0.5];
       const series = [{ label: look.axis }];
       lines.forEach((line, at) => {
         const plain = { label: line.label, stroke: line.colour, dash: line.dash, auto: false, points: { show: false } };
@@ -112,21 +117,21 @@
         if (line.smooth) series.push({ ...plain, width: 2, paths: path(at, true) });
       });
       const table = [chart.all, ...series.slice(1).map(() => [null, null])];
-      if (chart.u && !remake) { chart.u.setData(table, !before); if (before) show(...before); return; }
+      if (chart.u && !remake) { chart.u.setData(table, !before); if (before) show(...along(before)); return; }
       chart.end();
       area.textContent = "";
       const grid = { stroke: look.css("--line"), width: 1 }, stroke = look.css("--dim"), font = "11px system-ui, sans-serif";
       chart.u = new uPlot({
         width: area.clientWidth, height: HEIGHT, series, legend: { show: false },
         cursor: { y: false, drag: { x: true, y: false }, points: { show: false } },
-        scales: { x: { time: false, range: (_, min, max) => (chart.view = [min, max]) }, y: { distr: look.log ? 3 : 1, range: extent } },
+        scales: { x: { time: false, distr: look.logX ? 3 : 1, range: (_, min, max) => (chart.view = [min, max]) }, y: { distr: look.log ? 3 : 1, range: extent } },
         axes: [
-          { stroke, grid, font, ticks: grid, size: 30, values: (_, ticks) => ticks.map(look.tick), space: 60 },
+          { stroke, grid, font, ticks: grid, size: 30, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : look.tick(tick)), space: 60 },
           { stroke, grid, font, ticks: grid, size: 60, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : look.y(tick)) },
         ],
         hooks: { init: [(u) => u.over.append(dot, tip)], setCursor: [hover], setScale: [(_, key) => { if (key === "x") settled(); }] },
       }, table, area);
-      if (before && !remake) show(...before);
+      if (before && !remake) show(...along(before));
     };
     chart.fit = () => { const width = area.clientWidth; if (chart.u && width && Math.abs(width - chart.u.width) > 1) chart.u.setSize({ width, height: HEIGHT }); };
     chart.end = () => { clearTimeout(timer); chart.u?.destroy(); chart.u = null; };

@@ -23,7 +23,7 @@
   let loaded = false;        // whether all of them have been told once
   const charts = new Map();  // title → chart (chart.js)
   const $ = (id) => document.getElementById(id);
-  const options = { smooth: 0, axis: "step", log: false, more: "" };
+  const options = { smooth: 0, axis: "step", log: false, logX: false, more: "" };
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const colour = (at) => at < 4 ? css(`--p${at}`) : `hsl(${(at * 137.5) % 360} ${dark.matches ? "70% 70%" : "65% 38%"})`;
@@ -97,6 +97,8 @@
       const without = broken(job.id, name);
       if (without.length) known = [...known, ...without.map((step) => [step, null])].sort(([a], [b]) => a - b);
       const place = places(job.id), at = jobs.length > 1 ? j : n, few = known.length <= 60 && n > 0;
+      if (options.logX) known = known.filter(([step]) => place(step) > 0);
+      if (!known.length) return;
       const ys = known.map(([, value]) => options.log && value <= 0 ? null : value);
       found.push({ label: jobs.length > 1 ? `${job.name}${n ? ` ${name}` : ""}` : name, colour: colour(at), dash: jobs.length > 1 && n ? [5, 4] : [], few,
         xs: known.map(([step]) => place(step)), ys, smooth: options.smooth && !few ? smoothed(ys, options.smooth) : null });
@@ -110,6 +112,7 @@
     tick: (x) => options.axis === "time" ? eft.words(x) : short(x),
     css,
     get log() { return options.log; },
+    get logX() { return options.logX; },
     get axis() { return options.axis; },
   };
   const swatch = (of) => { const made = document.createElement("i"); made.style.background = of; return made; };
@@ -145,7 +148,7 @@
     plot.classList.toggle("without", !found.length);
     area.className = found.length ? "area" : "empty";
     if (!found.length) { chart.end(); chart.shape = ""; area.textContent = bad.length ? "No finite value" : "No values yet"; return; }
-    const shape = JSON.stringify([found.map((line) => line.label), options.axis, options.log, !!options.smooth, dark.matches]);
+    const shape = JSON.stringify([found.map((line) => line.label), options.axis, options.log, options.logX, !!options.smooth, dark.matches]);
     chart.set(found, chart.shape !== shape);
     chart.shape = shape;
   };
@@ -268,9 +271,9 @@
     rest = 10 * (performance.now() - began);
     if (wanted) { wanted = false; again(); }
   };
-  for (const [id, kind] of [["smooth", "smooth"], ["axis", "axis"], ["log", "log"], ["more", "more"]])
+  for (const [id, kind] of [["smooth", "smooth"], ["axis", "axis"], ["log", "log"], ["log-x", "logX"], ["more", "more"]])
     $(id)?.addEventListener("input", (event) => {
-      options[kind] = kind === "log" ? event.target.checked : kind === "smooth" ? Number(event.target.value) : event.target.value;
+      options[kind] = kind.startsWith("log") ? event.target.checked : kind === "smooth" ? Number(event.target.value) : event.target.value;
       if (kind === "smooth") $("smoothed").textContent = options.smooth;
       drawAll();
     });
