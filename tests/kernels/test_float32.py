@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.train.kernels import float32
-from core.train.kernels.float32 import LARGE, SMALL, through_float32
+from core.train.kernels.float32 import FEW, LARGE, SMALL, through_float32
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="torch then has no such kernels")
 
@@ -39,18 +39,20 @@ def computed(dtype: torch.dtype, masked: bool) -> list[Tensor]:
         return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(dtype).requires_grad_()
 
     hidden, weight, bias = drawn(2, 80, 96), drawn(128, 96), drawn(128)
+    narrow, back = drawn(4, 96), drawn(128, 4)  # LoRA's
     query, key, value = drawn(1, 4, 70, 64), drawn(1, 2, 70, 64), drawn(1, 2, 70, 64)
     mask = torch.ones(70, 70, dtype=torch.bool).tril() if masked else None
     results = [
         functional.linear(hidden, weight),
         functional.linear(hidden, weight, bias),
+        functional.linear(functional.linear(hidden, narrow), back),
         Summed.apply(hidden, weight),
         functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=not masked, enable_gqa=True
         ),
     ]
     gradients = torch.autograd.grad(
-        sum(result.square().sum() for result in results), (hidden, weight, bias, query, key, value)
+        sum(result.square().sum() for result in results), (hidden, weight, bias, narrow, back, query, key, value)
     )
     return [tensor.detach().float() for tensor in (*results, *gradients)]
 
@@ -68,13 +70,15 @@ def test_results_are_as_near_to_the_exact_ones_as_torchs(masked: bool) -> None:
 def test_kernels_of_other_dtypes_and_sizes_are_torchs_own_to_the_bit() -> None:
     generator = torch.Generator().manual_seed(5)
     wide = torch.randn(100, 100, generator=generator)
-    narrow = torch.randn(100, SMALL - 1, generator=generator).bfloat16()
-    there = wide @ wide, narrow @ narrow.t(), *computed(torch.float32, masked=True)
+    narrow = torch.randn(FEW // SMALL + 100, SMALL - 1, generator=generator).bfloat16()
+    there = wide @ wide, narrow.t() @ narrow, *computed(torch.float32, masked=True)
     with through_float32(True):
-        here = wide @ wide, narrow @ narrow.t(), *computed(torch.float32, masked=True)
+        here = wide @ wide, narrow.t() @ narrow, *computed(torch.float32, masked=True)
     assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
     large = torch.empty(1, dtype=torch.bfloat16).expand(LARGE // SMALL + 1, SMALL)
     assert not float32._worth_it(large.t(), large)
+    few = torch.empty(1, dtype=torch.bfloat16).expand(FEW // 4, 4)
+    assert float32._worth_it(few, few.t()) and not float32._worth_it(few.float(), few.t())
 
 
 def test_torchs_kernels_are_back_afterwards() -> None:

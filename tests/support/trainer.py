@@ -176,12 +176,14 @@ def killed_after(event: Callable[[str, dict[str, Any]], bool]) -> Callable[[], N
 
 @functools.cache
 def _imported() -> Any:
-    """The trainer's program, once all is here that its forks would import each for itself."""
+    """The trainer's program, once all is here that its forks would import or load each for itself."""
     from core.train import __main__ as trainer
     from core.train.entry import standby
+    from core.train.kernels import native
 
     with collector.importing():
         standby.imports()
+        native.library()
     return trainer
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import os
 import runpy
 import socket
@@ -100,12 +101,11 @@ def _run_child(order: ForkOrder, given: list[int]) -> NoReturn:
 
 
 def imports() -> None:
-    """Import what a run needs on the way to its first step, and what draws its curve at the end (half a second); make
-    what each run makes alike. Libraries such as torchao ask torch for GPUs meanwhile."""
+    """Import what a run needs on the way to its first step and what draws its curve at the end, and draw one (half a
+    second); make what each run makes alike. Libraries such as torchao ask torch for GPUs meanwhile."""
     os.environ[ASK_NVML] = "1"
     import peft
-    from matplotlib.backends import backend_agg
-    from matplotlib.figure import Figure
+    import torch.profiler
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.models.llama import modeling_llama
@@ -113,18 +113,25 @@ def imports() -> None:
     import core.train.export.artifacts
     import core.train.methods.full
     import core.train.methods.lora
+    import core.train.methods.qat
+    import core.train.methods.start
     import core.train.quant.adapters
     import core.train.quant.model
     import core.train.recipe
+    import core.train.stages.sft
     from core.train.base.code import code_sha256
+    from core.train.export.plot import plot_loss
+    from core.train.model.record import versions
 
     # The first call makes the table of all models: 900 patterns, compiled.
     get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
     code_sha256()
+    versions()
+    plot_loss([{"step": 1, "loss": 1.0}], [], io.BytesIO(), unit="tokens")
     # transformers' names are lazy: taking them is what imports them.
     assert all((peft.LoraModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast))
-    assert all((modeling_llama, core.train.methods.full, core.train.methods.lora, core.train.recipe))
-    assert all((core.train.quant.adapters, core.train.quant.model, core.train.export.artifacts, backend_agg, Figure))
+    assert all((modeling_llama, torch.profiler, core.train.methods, core.train.quant, core.train.stages))
+    assert all((core.train.recipe, core.train.export.artifacts))
 
 
 def _read_line() -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from core.spec.axes.evaluation.generation import PREFIX
 
@@ -17,18 +18,19 @@ WHOLE = ("eval_exact_match", "eval_reward")
 def plot_loss(
     metrics: Sequence[dict[str, float]],
     evaluations: Sequence[dict[str, float]],
-    path: Path,
+    to: Path | BinaryIO,
     *,
     unit: str,
     chosen: int | None = None,
 ) -> None:
-    """As PNG: training loss by optimizer step; held-out loss where it was measured, with a line at the base model's and
-    a star at the step whose weights were handed back (`chosen`); exact match and metrics of generated answers on an
-    axis of their own. `unit`: what the loss is a mean over."""
+    """Write a PNG: training loss by optimizer step; held-out loss where it was measured, with a line at the base
+    model's and a star at the step whose weights were handed back (`chosen`); exact match and metrics of generated
+    answers on an axis of their own. `unit`: what the loss is a mean over."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=120)
     axes = figure.add_axes((0.08, 0.11, 0.84, 0.85))  # a layout engine would draw everything twice
@@ -46,6 +48,7 @@ def plot_loss(
         if chosen in at:
             axes.plot(chosen, held_out[at.index(chosen)], "*", color="tab:red", markersize=13, label="exported")
     axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.set_ylabel(f"loss (mean over {unit})")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
@@ -66,4 +69,4 @@ def plot_loss(
         more, words = share.get_legend_handles_labels()
         handles, labels = [*handles, *more], [*labels, *words]
     axes.legend(handles, labels, loc="upper right")
-    figure.savefig(path)
+    figure.savefig(to, pil_kwargs={"compress_level": 1})  # smaller files take longer than they are worth

@@ -20,6 +20,9 @@ from torch import Tensor
 NARROW = (torch.bfloat16, torch.float16)
 SMALL = 64
 """Products with a side below it, as LoRA's, are left alone: converting takes as long as they do."""
+FEW = 1 << 18
+"""Numbers of an operand up to which SMALL does not count. oneDNN writes code for every new shape of a product, which
+takes longer than such a product does, and a batch of rows mostly has a new shape."""
 LARGE = 1 << 24
 """Numbers of an operand from which on it is left alone: its copy in float32 would take 64 MiB and more."""
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -75,12 +78,10 @@ def torch_kernel(name: str, key: str) -> Callable[..., Any]:
 
 
 def _worth_it(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.dtype in NARROW
-        and one.dtype is other.dtype
-        and min(*one.shape, other.shape[1]) >= SMALL
-        and max(one.numel(), other.numel()) <= LARGE
-    )
+    if one.dtype not in NARROW or one.dtype is not other.dtype:
+        return False
+    largest = max(one.numel(), other.numel())
+    return largest <= FEW or (largest <= LARGE and min(*one.shape, other.shape[1]) >= SMALL)
 
 
 def _mm(kernel: Callable[..., Any]) -> Callable[..., Any]:

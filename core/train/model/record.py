@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,7 +18,9 @@ from core.train.model.placement import Placement
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
+    """Version of eft, of Python and of each package that computes; "absent" for one that is not installed."""
     found = {"eft": core.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -49,7 +52,7 @@ class Environment:
 
     def __init__(self, placement: Placement) -> None:
         self.here: dict[str, Any] = placement.as_dict() | {
-            "versions": versions(),
+            "versions": dict(versions()),
             "faults": _faults(placement.arch),
             "limits": asdict(placement.limits),
         }
