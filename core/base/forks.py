@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import sys
 import time
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 
 class Forked:
-    """A child that the kernel has made this process the parent of: the part of subprocess.Popen that its users need."""
+    """A forked child of this process, or one that the kernel has made this process the parent of: the part of
+    subprocess.Popen that its users need."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, stdin: IO[bytes] | None = None) -> None:
         self.pid = pid
+        self.stdin = stdin
+        """Our end of the pipe that is its stdin."""
         self.returncode: int | None = None
         """Exit status (-N: signal N); None until `wait` or `poll` has seen the end."""
 
@@ -82,3 +88,19 @@ def rename(arguments: list[str]) -> None:
     if not start or len(text) > end - start:
         raise ValueError(f"no room for this command line: {len(text)} bytes in {end - start}")
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def run_module(module: str, arguments: Sequence[str]) -> int:
+    """Go on as `python -m MODULE ARGUMENTS` in this process, under that command line; the exit status it ends with.
+    Raises ValueError where there is no room for the command line."""
+    rename([sys.executable, "-m", module, *arguments])
+    sys.argv = [module, *arguments]
+    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # runpy's: that is meant here
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0

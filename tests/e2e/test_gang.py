@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from core.spec.run.standby import STANDBY_PADDING
 from tests.support.service import Service, running, wait_for
 from tests.support.squeeze import MMAPS, squeeze
 from worker import processes
@@ -55,10 +56,15 @@ def test_a_rank_is_killed_and_the_job_goes_on(service: Service, models: Path) ->
     folder = service.data / "runs" / job_id / "attempt-2"  # the first one prepares the model
     wait_for(lambda: told_in(folder, "checkpoint"), 300, "a checkpoint", lambda: service.describe(job_id))
     ranks = ranks_of(service, job_id)
-    for rank, seen in enumerate(map(variables, ranks)):
-        told = [seen[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")]
-        assert told == [str(rank), str(rank), "2", "-1"]
+    (launcher,) = service.trainers(job_id)
+    assert len(Path(f"/proc/{launcher}/cmdline").read_bytes()) > STANDBY_PADDING, "it was forked, and has forked them"
+    for seen in map(variables, ranks):
+        assert seen["CUDA_VISIBLE_DEVICES"] == "-1"
         assert "MASTER_PORT" not in seen and not {name for name in seen if "KEY" in name or "DATABASE" in name}
+    for rank in ranks:
+        assert Path(f"/proc/{rank}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"core.train.ranks"]
+        killed_first, launchers = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (rank, launcher))
+        assert killed_first > launchers
     assert not listening(ranks), "nobody outside this machine may knock"
     os.kill(ranks[1], signal.SIGKILL)
 

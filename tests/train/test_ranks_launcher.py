@@ -63,6 +63,11 @@ def launched(run_dir: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]
         process.stdin.close()
 
 
+def variables(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if entry)
+
+
 def armed(pid: int) -> bool:
     """It has said to the kernel that it ends with its launcher, which comes after its handlers."""
     try:
@@ -86,6 +91,9 @@ def await_end(process: subprocess.Popen[bytes], ranks: list[int]) -> int:
 
 def test_stacks_of_every_rank_and_one_ranks_death_is_the_death_of_all(run_dir: Path) -> None:
     with launched(run_dir) as (process, ranks):
+        for rank, seen in enumerate(map(variables, ranks)):
+            told = [seen[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "EFT_LAUNCHER")]
+            assert told == [str(rank), str(rank), "2", "2", str(process.pid)] and "MASTER_PORT" not in seen
         process.send_signal(signal.SIGTERM)  # a wish, which each keeps until it comes to a place to leave
         process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + 200

@@ -239,7 +239,7 @@ class AttemptRunner:
             with self._lock:
                 if self.lost.is_set() or self.site.leaving.is_set():
                     raise NotStarted(Requeued(StopReason.LEAVING.message(self.site.node)))
-                # The child of several ranks is their launcher, which imports nothing that a spare has imported.
+                # The child of several ranks is their launcher, which on GPUs imports nothing that a spare has imported.
                 if kind.standby and self.site.spares is not None and len(slots) == 1:
                     self.child = self.site.spares.take(self.folder, environment)
                 if kind.stream:
@@ -258,10 +258,8 @@ class AttemptRunner:
             self._bridge.start()
 
     def _forks(self) -> ForkServer | None:
-        """What forks a child of this kind. One that may use the network has another environment than all others; that
-        of several ranks is their launcher, which imports nothing."""
-        alone = len(self.claim.slots) == 1 and not self._gpus
-        return self.site.forks if alone and not CHILDREN[self.claim.kind].network else None
+        """What forks a child of this kind. One that may use the network has another environment than all others."""
+        return None if self._gpus or CHILDREN[self.claim.kind].network else self.site.forks
 
     def _leaves(self, seconds: float) -> bool:
         return self.lost.is_set() or self.site.leaving.wait(seconds)

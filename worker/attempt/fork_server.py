@@ -14,7 +14,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
 
 from core.base.forks import Forked
 from core.base.process import adopting_orphans
@@ -28,14 +27,6 @@ ANSWER_SECONDS = 60.0
 """For a fork, which takes milliseconds, on a machine that has no turn for it."""
 IDLE_SECONDS = 120.0
 """Time without a child after which a fork server ends that is not to be kept."""
-
-
-class ForkedRun(Forked):
-    """A child with the pipe that is its stdin."""
-
-    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
-        super().__init__(pid)
-        self.stdin: IO[bytes] | None = stdin
 
 
 class ForkServer(ImportedProcess):
@@ -76,9 +67,7 @@ class ForkServer(ImportedProcess):
                 forked = self._forked(self._orders, folder, module, stream)
         return None if forked is None else Child.adopt(forked)
 
-    def _forked(
-        self, orders: socket.socket, folder: Path, module: str, stream: socket.socket | None
-    ) -> ForkedRun | None:
+    def _forked(self, orders: socket.socket, folder: Path, module: str, stream: socket.socket | None) -> Forked | None:
         reader, writer = os.pipe()
         stdin = os.fdopen(writer, "wb", buffering=0)
         given = [reader, open_log(folder)]
@@ -92,7 +81,7 @@ class ForkServer(ImportedProcess):
             pid = int(orders.recv(64) or b"0")
             if pid == 0:
                 raise OSError("the fork server could not fork")
-            return ForkedRun(pid, stdin)
+            return Forked(pid, stdin)
         except BaseException:
             stdin.close()
             raise

@@ -63,6 +63,8 @@ def arm(
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # and so does a hang, when the worker asks for them
     if first_to_go:
         _volunteer_for_oom_kill()
+    else:
+        _be_killed_as(os.getppid())
     if fence_seconds is not None:
         parent = os.getppid()
         die_with_parent()
@@ -196,3 +198,15 @@ def _volunteer_for_oom_kill() -> None:
             path.write_text(str(OOM_SCORE_ADJ))
     except OSError as error:
         print(f"notice: could not raise {path}: {error}", file=sys.stderr, flush=True)
+
+
+def _be_killed_as(parent: int) -> None:
+    """Take back what a fork server has volunteered for, where it forked this process."""
+    if sys.platform != "linux":
+        return
+    mine, theirs = Path("/proc/self/oom_score_adj"), Path(f"/proc/{parent}/oom_score_adj")
+    try:
+        if (score := theirs.read_text()) != mine.read_text():
+            mine.write_text(score)
+    except OSError as error:
+        print(f"notice: could not set {mine} to its parent's: {error}", file=sys.stderr, flush=True)

@@ -12,17 +12,14 @@ import argparse
 import gc
 import io
 import os
-import runpy
 import socket
 import sys
-import traceback
-import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from core.base.forks import fork_orphan, rename
+from core.base.forks import fork_orphan, rename, run_module
 from core.hardware import device_mask
-from core.spec.run.exit_codes import EXIT_FAILED, EXIT_FENCED
+from core.spec.run.exit_codes import EXIT_FENCED
 from core.spec.run.folder import LOG_FILE
 from core.spec.run.standby import STANDBY_READY, ForkOrder, StandbyOrder
 from core.train import __main__ as trainer
@@ -81,23 +78,12 @@ def serve_forks(orders: socket.socket) -> NoReturn:
 
 def _run_child(order: ForkOrder, given: list[int]) -> NoReturn:
     """`python -m MODULE RUN_DIR [DESCRIPTOR]`. Does not return."""
-    code = EXIT_FAILED
-    try:
-        stdin, log, *stream = given
-        for descriptor, number in ((stdin, STDIN), (log, STDOUT), (log, STDERR)):
-            os.dup2(descriptor, number)
-        os.close(stdin)
-        os.close(log)
-        arguments = [order.run_dir, *map(str, stream)]
-        rename([sys.executable, "-m", order.module, *arguments])
-        sys.argv = [order.module, *arguments]
-        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # runpy's: that is meant here
-        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else EXIT_FAILED
-    except BaseException:
-        traceback.print_exc()
-    leave(code)
+    stdin, log, *stream = given
+    for descriptor, number in ((stdin, STDIN), (log, STDOUT), (log, STDERR)):
+        os.dup2(descriptor, number)
+    os.close(stdin)
+    os.close(log)
+    leave(run_module(order.module, [order.run_dir, *map(str, stream)]))
 
 
 def imports() -> None:

@@ -1,4 +1,5 @@
-"""The launcher of a run with several ranks: what the worker sees as its one child. It never imports torch.
+"""The launcher of a run with several ranks: what the worker sees as its one child. It imports no torch, and starts each
+rank as a process of its own; where it was itself forked with all that a rank imports, it forks the ranks.
 
 It holds the lifeline (heartbeat, SIGTERM, SIGUSR1) for all ranks, starts them as torchrun would with max_restarts 0,
 and waits. Heartbeats it hands on: each rank ends itself when none comes, also while this process is stopped. The first
@@ -24,21 +25,24 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any, NoReturn, Protocol
 
 from core import HOME
 from core.base.clock import boottime
+from core.base.forks import Forked, run_module
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, RANKS
 from core.spec.run.heartbeat import heartbeat
 from core.spec.run.orders import RunOrder
 from core.train.base.events import EventWriter
 from core.train.base.log_lines import LogLines
-from core.train.entry.fencing import arm
+from core.train.entry.fencing import STDIN, arm, leave
 from core.train.ranks import env
 from core.train.ranks.env import LastWord
 
@@ -48,6 +52,7 @@ END_SECONDS = 60.0
 """For the others, once one has ended well and the rest should be about to."""
 DUMP_SECONDS = 0.15
 """For one rank to write its stacks, before the next does, so that they do not mix."""
+MODULE = "core.train.ranks"
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"} if sys.platform == "linux" else {}
 """Gangs are of one node: what gloo and NCCL (RCCL) open, on ports of the kernel's choice, is for this machine alone."""
 
@@ -59,20 +64,24 @@ def launch(run_dir: Path, order: RunOrder) -> int:
         run_dir, order.world_size, order.fence_seconds, boottime() if order.held_at is None else order.held_at
     )
     hooks: dict[str, Any] = {"on_stop": gang.ask, "on_fence": gang.kill, "on_beat": gang.beat}
-    stop = arm(order.fence_seconds, held_at=order.held_at, first_to_go=False, **hooks)
-
-    def interrupted(signum: int, frame: FrameType | None) -> None:
-        """Ctrl-C by hand is SIGTERM; the second one interrupts."""
-        if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
-        gang.ask()
-
-    faulthandler.unregister(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, lambda *_: gang.dump())
-    signal.signal(signal.SIGINT, interrupted)
+    forked = gang.can_fork()
     try:
-        gang.start()
+        if forked:
+            gang.start()  # while this process has no thread that listens for heartbeats
+        stop = arm(order.fence_seconds, held_at=order.held_at, first_to_go=False, **hooks)
+
+        def interrupted(signum: int, frame: FrameType | None) -> None:
+            """Ctrl-C by hand is SIGTERM; the second one interrupts."""
+            if stop.requested:
+                raise KeyboardInterrupt
+            stop.requested = True
+            gang.ask()
+
+        faulthandler.unregister(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, lambda *_: gang.dump())
+        signal.signal(signal.SIGINT, interrupted)
+        if not forked:
+            gang.start()
         if stop.requested:
             gang.ask()  # it came while they were being started
         end = gang.wait()
@@ -93,6 +102,21 @@ class End:
     word: LastWord | None = None
 
 
+class RankProcess(Protocol):
+    """What a launcher needs of subprocess.Popen."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    """The pipe for heartbeats, which does not block; None: there is no lease."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
 @dataclass(slots=True)
 class RankProcesses:
     """The processes of all ranks, in this process's session. Signals may be sent from handlers and other threads."""
@@ -103,33 +127,75 @@ class RankProcesses:
     held_at: float
     """When the lease was last held, as far as this process knows, in seconds of CLOCK_BOOTTIME."""
     folder: Path = field(init=False)
-    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ranks: list[RankProcess] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
     """Exit codes of the ranks that have ended."""
     _woken: int = field(init=False)
     """Readable after a signal. One that comes just before this process begins to wait would interrupt nothing, and its
     handler, which is Python, would run when a rank ends at last (signal.set_wakeup_fd)."""
+    _wake: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.folder = self.run_dir / f"{RANKS}{secrets.token_hex(8)}"
-        self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+
+    def can_fork(self) -> bool:
+        """Whether this process has what ranks import, and no thread that would be missing in them. Fork servers exist
+        where nothing computes on a GPU, whose driver would not survive a fork (core/train/entry/standby.py)."""
+        return "core.train.recipe" in sys.modules and threading.active_count() == 1
 
     def start(self) -> None:
         self.folder.mkdir(mode=0o700)
-        heard = subprocess.DEVNULL if self.fence_seconds is None else subprocess.PIPE
+        begin = self._forked if self.can_fork() else self._spawned
         for rank in range(self.world):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "core.train.ranks", str(self.run_dir)],
-                stdin=heard,
-                cwd=HOME,
-                env=self._environment(rank),
-                bufsize=0,
-            )
+            process = begin(rank)
             if process.stdin is not None:
                 os.set_blocking(process.stdin.fileno(), False)
             self.ranks.append(process)
         self.beat(self.held_at)  # which may be later than what the first of them was started with
+
+    def _spawned(self, rank: int) -> RankProcess:
+        return subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(self.run_dir)],
+            stdin=subprocess.DEVNULL if self.fence_seconds is None else subprocess.PIPE,
+            cwd=HOME,
+            env=self._environment(rank),
+            bufsize=0,
+        )
+
+    def _forked(self, rank: int) -> RankProcess:
+        environment = self._environment(rank)  # which names this process as the launcher
+        if self.fence_seconds is None:
+            reader, writer = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), None
+        else:
+            reader, end = os.pipe()
+            writer = os.fdopen(end, "wb", buffering=0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if (pid := os.fork()) == 0:
+            self._become_rank(environment, reader, writer)
+        os.close(reader)
+        return Forked(pid, writer)
+
+    def _become_rank(self, environment: dict[str, str], stdin: int, writer: IO[bytes] | None) -> NoReturn:
+        """In the fork: what a process started for the rank would have, and nothing of its launcher's."""
+        try:
+            signal.set_wakeup_fd(-1)
+            os.dup2(stdin, STDIN)
+            for pipe in (writer, *(one.stdin for one in self.ranks)):
+                if pipe is not None:
+                    pipe.close()
+            for descriptor in (stdin, self._woken, self._wake):
+                os.close(descriptor)
+            os.chdir(HOME)
+            os.environ.clear()
+            os.environ.update(environment)
+            leave(run_module(MODULE, [str(self.run_dir)]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(EXIT_FAILED)  # nothing of the launcher runs on in it
 
     def _environment(self, rank: int) -> dict[str, str]:
         share = max(1, len(os.sched_getaffinity(0)) // self.world)
@@ -225,7 +291,7 @@ class RankProcesses:
             self.codes[rank] = process.wait()
 
 
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal(process: RankProcess, number: signal.Signals) -> None:
     """Not Popen.send_signal, which reaps: `_next` alone does, so that what it waits for keeps its number."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)
