@@ -31,6 +31,7 @@ from core.jobs.lifecycle.finish import Outcome, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.relay import EventBatch, relay
 from core.jobs.lifecycle.submit import Actor, cancel
 from core.storage.layout import Layout
+from tests.support import forks
 from tests.support.ports import held_port
 from tests.support.selection import EVERYTHING
 from tests.support.world import Caller, World, world
@@ -55,7 +56,7 @@ class Api:
     url: str
     root: Path
     database_url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | forks.Program
     log_file: Path
     database: Database
     key: str = ""
@@ -168,11 +169,13 @@ def running_api(
     environment |= {"EFT_DATA": str(root), "EFT_DATABASE_URL": database_url, "EFT_PORT": str(port)}
     environment |= {f"EFT_{name.upper()}": str(value) for name, value in {**NO_LIMITS, **settings}.items()}
     log_file = folder / "api.log"
+    process: subprocess.Popen[bytes] | forks.Program
     with log_file.open("wb") as log:
-        command = [sys.executable, "-m", "api"]
-        if descriptors is not None:
-            command = ["prlimit", f"--nofile={descriptors}", *command]
-        process = subprocess.Popen(command, cwd=HOME, env=environment, stderr=log, stdout=log)
+        if descriptors is None:
+            process = forks.start("api", environment=environment, log=log.fileno())
+        else:
+            command = ["prlimit", f"--nofile={descriptors}", sys.executable, "-m", "api"]
+            process = subprocess.Popen(command, cwd=HOME, env=environment, stderr=log, stdout=log)
     api = Api(f"http://127.0.0.1:{port}", root, database_url, process, log_file, database)
     try:
         _wait(api)

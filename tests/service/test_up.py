@@ -47,11 +47,11 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
-    """For the tests that leave it up."""
+    """For the tests that leave it up, started as a user starts it."""
     folder = tmp_path_factory.mktemp("up")
     (folder / "data").mkdir(mode=0o755)  # as an administrator makes one
     (folder / "data").chmod(0o755)
-    yield from running(folder, {"EFT_MODEL_ROOTS": str(models), **SECRETS})
+    yield from running(folder, {"EFT_MODEL_ROOTS": str(models), **SECRETS}, cold=True)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from core import HOME
 from core.db.engine import Database
 from core.db.migrate import upgrade
 from core.db.tables import Attempt, Job, Node
-from tests.support import postgres, selftest
+from tests.support import forks, postgres, selftest
 from tests.support.service import SHORT, wait_for
 
 PASSWORD = "broker-word"
@@ -97,7 +97,7 @@ def process(
         end(started)
 
 
-def end(started: subprocess.Popen[bytes]) -> None:
+def end(started: subprocess.Popen[bytes] | forks.Program) -> None:
     if started.poll() is None:
         started.terminate()
         try:
@@ -239,7 +239,9 @@ class Cluster:
     def api(self) -> Iterator[None]:
         environment = self.settings(None) | {"EFT_HOST": "0.0.0.0", "EFT_PORT": str(self.api_port)}
         log = self.folder / "api.log"
-        with process(log, sys.executable, "-m", "api", environment=environment) as server:
+        with log.open("ab") as output:
+            server = forks.start("api", environment=environment, log=output.fileno(), with_parent=True)
+        try:
 
             def ready() -> bool:
                 assert server.poll() is None, log.read_text()
@@ -250,6 +252,8 @@ class Cluster:
             wait_for(ready, 60, "the API", log.read_text)
             yield
             self.client.close()
+        finally:
+            end(server)
 
     def start(self, box: int) -> None:
         environment = self.settings(box)

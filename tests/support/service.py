@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.support import selftest
+from tests.support import forks, selftest
 from worker import processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -39,9 +38,11 @@ RARELY = 0.3
 
 
 class Service:
-    """Everything below `folder`: data root, key, output of the supervisor."""
+    """Everything below `folder`: data root, key, output of the supervisor. `cold`: started as a user starts it, and not
+    as a fork of what has been imported (tests/support/forks.py)."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None, *, cold: bool = False) -> None:
+        self.cold = cold
         self.folder = folder
         self.data = folder / "data"
         self.environment = {
@@ -51,7 +52,7 @@ class Service:
             "EFT_NODE": f"node-{folder.name}",
             **(environment or {}),
         }
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | forks.Program | None = None
         self.key = ""
         self.client = httpx.Client()
 
@@ -59,15 +60,9 @@ class Service:
         key_file = self.folder / "key"
         selftest.lay(self.data, self.environment["EFT_NODE"], inherited=self.environment)
         with (self.folder / "up.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "box.up", "--port", "0", "--key-file", str(key_file)],
-                cwd=ROOT,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            start = forks.start_cold if self.cold else forks.start
+            arguments = ["--port", "0", "--key-file", str(key_file)]
+            self.process = start("box.up", *arguments, environment=self.environment, log=log.fileno())
         seen = self.log().count(" is up at ")
         wait_for(lambda: self.log().count(" is up at ") > seen or self.process.poll() is not None, 150, "up")
         assert self.process.poll() is None, self.log()
@@ -196,9 +191,11 @@ def wait_for(
         time.sleep(every or min(0.2, max(0.05, waited / 20)))
 
 
-def running(folder: Path, environment: Mapping[str, str] | None = None, settle: float = 15.0) -> Iterator[Service]:
+def running(
+    folder: Path, environment: Mapping[str, str] | None = None, settle: float = 15.0, *, cold: bool = False
+) -> Iterator[Service]:
     """For a fixture: a service that is up, and of which nothing is left `settle` seconds after its stop."""
-    service = Service(folder, environment)
+    service = Service(folder, environment, cold=cold)
     try:
         yield service.start()
     finally:

@@ -21,7 +21,7 @@ from pathlib import Path
 import psycopg
 
 from box import broker
-from tests.support import postgres, selftest
+from tests.support import forks, postgres, selftest
 
 ROOT = Path(__file__).resolve().parents[3]
 RESTART_SECONDS = 0.3
@@ -45,7 +45,7 @@ class Member:
     cwd: Path = ROOT
     user: int | None = None
 
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | forks.Program | None = None
     start_at: float = 0.0
     """By the monotonic clock, when it is down."""
     own_ends: list[int] = field(default_factory=list)
@@ -54,6 +54,12 @@ class Member:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
+            if tuple(self.command[:2]) == (sys.executable, "-m"):
+                module, *arguments = self.command[2:]
+                self.process = forks.start(
+                    module, *arguments, environment=self.environment, log=log.fileno(), cwd=self.cwd, with_parent=True
+                )
+                return
             self.process = subprocess.Popen(
                 list(self.command),
                 stdin=subprocess.DEVNULL,
@@ -238,17 +244,11 @@ class Installation:
         if self.postgres is not None:
             self.postgres.member.start()
             wait_until(self.postgres.answers, 30, "PostgreSQL")
-        self._run("-m", "core.db.migrate")
-        self.key = self._run("-m", "api.auth.keys", "create", "--project", "chaos", "--user", "monkey").strip()
+        forks.run("core.db.migrate", environment=self.environment)
+        words = ["create", "--project", "chaos", "--user", "monkey"]
+        self.key = forks.run("api.auth.keys", *words, environment=self.environment).strip()
         self.tick()
         wait_until(lambda: broker.answers(self.socket), 20, "the broker")
-
-    def _run(self, *command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=self.environment, check=False, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
     def tick(self) -> None:
         """Look after the members; call it often."""
