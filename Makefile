@@ -142,6 +142,7 @@ lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)
 	uv pip compile locks/axe.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/axe.txt
 	uv pip compile core/tools/requirements-lm_eval.in --no-deps --generate-hashes --no-header --no-annotate -q -o core/tools/requirements-lm_eval.txt
 	uv pip compile core/tools/requirements-math.in --no-deps --generate-hashes --no-header --no-annotate -q -o core/tools/requirements-math.txt
+	uv pip compile core/tools/requirements-games.in --no-deps --generate-hashes --no-header --no-annotate -q -o core/tools/requirements-games.txt
 	uv pip compile core/tools/requirements-tasks.in --no-deps --generate-hashes --no-header --no-annotate -q -o core/tools/requirements-tasks.txt
 	uv pip compile core/tools/requirements-trackio.in --no-deps --generate-hashes --no-header --no-annotate -q -o core/tools/requirements-trackio.txt
 	uv pip compile locks/tinker.in --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/tinker.txt

@@ -392,8 +392,8 @@ FAILURES: dict[str, Code] = {
         "The message names the rows and the error; mend the reward, or set `stage.reward_error` to `zero` or `skip`.",
     ),
     "task_refused": (
-        "A task makes no problems with the level and options of the job.",
-        "The message has the task's own words; docs/tasks.md lists its levels and options.",
+        "A task or a game makes no problems with the level and options of the job.",
+        "The message has the library's own words; docs/tasks.md and docs/games.md list levels and options.",
     ),
     "not_a_reward_model": (
         "The model of a reward `model` gives answers no score.",

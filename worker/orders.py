@@ -18,8 +18,9 @@ from core.plan import compatibility
 from core.plan.models.headers import read_json
 from core.plan.models.shape import Shape
 from core.settings import Settings
-from core.spec.axes.data import FileSource, HubDataset, PathSource, Single, TaskRows, singles
+from core.spec.axes.data import FileSource, GameRows, Generated, HubDataset, PathSource, Single, TaskRows, singles
 from core.spec.axes.method import Full
+from core.spec.axes.rollout.environment import GameEnvironment
 from core.spec.axes.rollout.models import model_rewards
 from core.spec.axes.rollout.reward import HttpReward, MathReward, RewardArm, TaskReward
 from core.spec.axes.rollout.stages import RolloutStage
@@ -97,7 +98,7 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         model_roots=[str(root) for root in settings.model_roots],
         offline=settings.offline,
         datasets=[
-            DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset | TaskRows)
+            DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset | Generated)
         ],
         reward_models=_reward_model_orders(claim, spec) if claim.slot.kind != "preview" else [],
         weights=claim.slot.kind != "preview",
@@ -148,6 +149,8 @@ def tools_of(spec: JobSpec) -> list[ToolSet]:
         found.append("math")
     if any(isinstance(one, TaskReward) for one in _rewards(spec)):
         found.append("tasks")
+    if isinstance(spec.stage, RolloutStage) and isinstance(spec.stage.environment, GameEnvironment):
+        found.append("games")
     return [*found, *(one.type for one in spec.tracking)]
 
 
@@ -214,7 +217,7 @@ def _located(
 ) -> tuple[list[Path], dict[str, Any]]:
     """The files of a source of rows, and where they are from. ModelGone where prepared rows are no longer there."""
     match source:
-        case HubDataset() | TaskRows():
+        case HubDataset() | TaskRows() | GameRows():
             found = next((one for one in prepared.get("datasets", ()) if one["field"] == field), None)
             paths = [] if found is None else [layout.root / path for path in found["paths"]]
             if found is None or not all(path.is_file() for path in paths):

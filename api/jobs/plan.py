@@ -24,7 +24,7 @@ from core.plan.memory.result import Item, Plan
 from core.plan.models.shape import Shape
 from core.plan.steps import micro_batch, run_steps, step_size, steps_for
 from core.spec.axes.batching import Rows
-from core.spec.axes.data import FileSource, TaskRows, singles
+from core.spec.axes.data import FileSource, Generated, singles
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
 from core.spec.axes.rollout.models import model_rewards
 from core.spec.axes.rollout.stages import RolloutStage
@@ -287,15 +287,15 @@ def steps(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) ->
     count, source = rows.epoch_rows, "the rows that a preview has counted"
     if count is None:
         train = spec.data.train
-        if not isinstance(train, FileSource | TaskRows) or spec.data.split is not None:
+        if not isinstance(train, FileSource | Generated) or spec.data.split is not None:
             return None, "its rows have not been counted"
         if spec.training.truncation == "split":
             return (
                 None,
                 "the rows that long ones are split into have not been counted; a preview of the file counts them",
             )
-        if isinstance(train, TaskRows):
-            count, source = train.size, "the problems of its task"
+        if isinstance(train, Generated):
+            count, source = train.size, "the problems or games of its data"
         else:
             count = session.execute(
                 select(File.rows).where(File.id == train.id, File.project_id == project_id)

@@ -33,7 +33,19 @@ from core.jobs.views import handles, queries
 from core.plan.compatibility import check
 from core.settings import Settings
 from core.spec import hints
-from core.spec.axes.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, TaskRows, singles
+from core.spec.axes.data import (
+    UNSENT,
+    FileSource,
+    GameRows,
+    Generated,
+    HubDataset,
+    Mixture,
+    PathSource,
+    Single,
+    Source,
+    TaskRows,
+    singles,
+)
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
 from core.spec.axes.rollout.models import model_rewards
 from core.spec.axes.rollout.stages import RolloutStage
@@ -267,11 +279,11 @@ class Jobs:
                 roots = self._settings.data_roots
                 faults.append(self.path_fault(source.path, roots, f"{field}.path", "EFT_DATA_ROOTS"))
         trained = {os.path.realpath(one.path) for _, one in singles(spec.data.train, "") if isinstance(one, PathSource)}
-        problems = {one.problems_of() for _, one in singles(spec.data.train, "") if isinstance(one, TaskRows)}
+        problems = {one.problems_of() for _, one in singles(spec.data.train, "") if isinstance(one, Generated)}
         for field, source in singles(spec.data.eval, "data.eval") if spec.data.eval is not None else ():
             if isinstance(source, PathSource) and os.path.realpath(source.path) in trained:
                 faults.append(Fault("same_rows", SAME_ROWS, f"{field}.path"))
-            if isinstance(source, TaskRows) and source.problems_of() in problems:
+            if isinstance(source, Generated) and source.problems_of() in problems:
                 faults.append(Fault("same_rows", f"{SAME_ROWS}: give them another `seed`", f"{field}.seed"))
         return [fault for fault in faults if fault is not None]
 
@@ -349,7 +361,7 @@ def _each(source: Source, field: str, change: Callable[[Single, str], Single]) -
                 for weighted, (place, one) in zip(source.sources, singles(source, field), strict=True)
             ]
             return source.model_copy(update={"sources": changed})
-        case FileSource() | PathSource() | HubDataset() | TaskRows():
+        case FileSource() | PathSource() | HubDataset() | TaskRows() | GameRows():
             return change(source, field)
         case _ as never:
             assert_never(never)

@@ -19,7 +19,7 @@ from core.docs import install
 from core.docs import plans as plan_docs
 from core.plan import drift
 from core.settings import Settings
-from core.spec.axes.rollout import tasks
+from core.spec.axes.rollout import games, tasks
 from core.spec.job import JobSpec
 from core.train.kernels.triton.compiled import table as kernel_table
 
@@ -198,6 +198,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "compatibility.md": plan_docs.render,
     "drift.md": drift.page,
     "tasks.md": tasks.page,
+    "games.md": games.page,
     "hardware.md": hardware_docs.render,
     "install-rocm.md": install.rocm,
     "install-cuda.md": install.cuda,

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any, assert_never
 
 from core.spec.axes.batching import Packed
-from core.spec.axes.data import FileSource, HubDataset, Mixture, PathSource, RowFormat, Source, TaskRows, format_of
+from core.spec.axes.data import (
+    FileSource,
+    GameRows,
+    HubDataset,
+    Mixture,
+    PathSource,
+    RowFormat,
+    Source,
+    TaskRows,
+    format_of,
+)
 from core.spec.axes.method import OFT, Auto, Full, LoRA, QLoRA
 from core.spec.axes.optim.optimizers import (
     SGD,
@@ -105,7 +115,7 @@ def _read_as(source: Source, rows: RowFormat) -> Source:
             return source.model_copy(update={"sources": inner})
         case PathSource() | HubDataset() if source.format == "auto":
             return source.model_copy(update={"format": rows})
-        case PathSource() | HubDataset() | FileSource() | TaskRows():
+        case PathSource() | HubDataset() | FileSource() | TaskRows() | GameRows():
             return source
         case _ as never:
             assert_never(never)

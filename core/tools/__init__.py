@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 ToolSet = Literal[
-    "gguf", "quants", "compressed", "torchao", "lm_eval", "math", "tasks", "tensorboard", "mlflow", "wandb", "trackio"
-]
+    "gguf", "quants", "compressed", "torchao", "lm_eval", "math", "tasks", "games", "tensorboard", "mlflow", "wandb",
+    "trackio",
+]  # fmt: skip
 FOLDER = "tools"
 """Name of the folder below the cache."""
 

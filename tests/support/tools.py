@@ -36,6 +36,11 @@ def task_tools() -> Tools:
     return install("tasks", CACHE, offline=False, field="data.train")
 
 
+def game_tools() -> Tools:
+    """Install textarena, or answer what is there."""
+    return install("games", CACHE, offline=False, field="data.train")
+
+
 def gguf_tools() -> Tools:
     """Install what writes, quantises and reads GGUF files, or answer what is there."""
     install("quants", CACHE, offline=False, field="export")
@@ -50,4 +55,5 @@ if __name__ == "__main__":
         lm_eval_tools().folder,
         math_tools().folder,
         task_tools().folder,
+        game_tools().folder,
     )

@@ -6,32 +6,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from core.spec.axes.data import TaskRows
+from core.spec.axes.data import Single
 from core.spec.load import load_yaml
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.hub.model_cache import ModelCache
-from core.train.rollout.sandboxed.tasks import prepare_task
-from tests.support.tools import CACHE, task_tools
+from core.train.rollout.sandboxed.tasks import prepare_problems
+from tests.support.tools import CACHE, game_tools, task_tools
 from tests.support.trainer import ROOT, events, log, run, write_run
 from tests.train.test_reward_task import linked
 
 RECIPES = ROOT / "examples" / "recipes"
 RANKS = {"two-gpus"}
 """Several processes: tests/train/test_ranks.py."""
-TASKS = {"task"}
-"""Whose problems and rewards are those of a library."""
+LIBRARIES = {"task": task_tools, "game": game_tools}
+"""Recipes whose problems and rewards are those of a library."""
 
 
 def absolute(part: Any, cache: Path) -> Any:
-    """Sources beside the job file, as `eft submit` finds them; the problems of a task as a preparation makes them."""
+    """Sources beside the job file, as `eft submit` finds them; problems and games as a preparation makes them."""
     match part:
         case str() if part.endswith(".jsonl"):
             return str((RECIPES / part).resolve())
-        case {"type": "task"}:
-            found, _ = prepare_task(
-                TaskRows(**part), "data", ModelCache(cache), CACHE, offline=True, told=lambda *_: None
-            )
+        case {"type": "task" | "game"}:
+            source: Any = TypeAdapter(Single).validate_python(part)
+            models = ModelCache(cache)
+            found, _ = prepare_problems(source, "data", models, CACHE, offline=True, told=lambda *_: None)
             return str(found[0])
         case dict():
             return {key: absolute(value, cache) for key, value in part.items()}
@@ -48,8 +49,8 @@ def test_a_recipe_trains(path: Path, tmp_path: Path, tiny_dir: Path) -> None:
     if path.stem in RANKS:
         assert job["resources"]["gpus"] > 1
         return
-    if path.stem in TASKS:
-        task_tools()
+    if path.stem in LIBRARIES:
+        LIBRARIES[path.stem]()
     training = job["training"] | {"max_steps": 2}
     axes = {key: value for key, value in job.items() if key not in ("version", "name", "model", "data", "training")}
     folder = write_run(
@@ -58,7 +59,7 @@ def test_a_recipe_trains(path: Path, tmp_path: Path, tiny_dir: Path) -> None:
         RECIPES / "text.jsonl",
         data=absolute(job["data"], tmp_path / "models"),
         training=training,
-        cache_dir=linked(tmp_path / "cache") if path.stem in TASKS else tmp_path / "cache",
+        cache_dir=linked(tmp_path / "cache") if path.stem in LIBRARIES else tmp_path / "cache",
         **axes,
     )
     assert run(folder) == EXIT_OK, f"{events(folder, 'error')}\n{log(folder)}"

@@ -28,7 +28,7 @@ from core.train.recipe import run
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 from core.train.rollout.sandboxed.programs import AnsweredPrompt, AnswerFault, answered, open_sandbox, values_of
-from core.train.rollout.sandboxed.tasks import prepare_task
+from core.train.rollout.sandboxed.tasks import prepare_problems
 from core.train.rollout.turns.episodes import Player
 from core.train.rollout.turns.replies import Replies
 from tests.support.tasks import described
@@ -60,7 +60,7 @@ def path_of(cache: ModelCache, **fields: Any) -> Path:
     def tell(phase: str, done: int, total: int | None) -> None:
         told.append((phase, done, total))
 
-    (path,), origin = prepare_task(TaskRows(**fields), "data.train", cache, CACHE, offline=True, told=tell)
+    (path,), origin = prepare_problems(TaskRows(**fields), "data.train", cache, CACHE, offline=True, told=tell)
     assert origin["name"] == fields["name"]
     return path
 

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import PREVIEWS, File, Job
 from core.jobs.base.states import Status
-from core.spec.axes.data import FileSource, TaskRows
+from core.spec.axes.data import FileSource, Generated
 from core.spec.job import JobSpec
 
 NEWEST = 20
@@ -29,7 +29,7 @@ class RowLengths:
     epoch_rows: int | None = None
     """Training rows that are used."""
     file_rows: int | None = None
-    """Rows of the training file, or problems of its task; None: it is neither."""
+    """Rows of the training file, problems of its task or games; None: it is none of them."""
 
     @property
     def training(self) -> int | None:
@@ -41,7 +41,7 @@ def rows(session: Session, project_id: str, spec: JobSpec) -> RowLengths:
     """A preview counts if its file, model, rendering and truncation are the job's."""
     limit = spec.training.max_length
     train = spec.data.train
-    if isinstance(train, TaskRows):
+    if isinstance(train, Generated):
         return RowLengths(limit, "max_length", file_rows=train.size)
     if not isinstance(train, FileSource):
         return RowLengths(limit, "max_length")

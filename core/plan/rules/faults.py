@@ -9,11 +9,12 @@ from core.errors import Fault
 from core.plan.rules.axes import adapter_of, quoted
 from core.plan.steps import micro_batches
 from core.spec.axes.batching import Rows
+from core.spec.axes.data import GameRows, singles
 from core.spec.axes.evaluation.generation import NoGeneration
 from core.spec.axes.export import GGUF, LMEval, PackedExport, VLLMAdapter
 from core.spec.axes.method import OFT, Adapter, Full, LowRank
 from core.spec.axes.quantization import QAT, NoQuantization
-from core.spec.axes.rollout.environment import PythonEnvironment, TaskEnvironment
+from core.spec.axes.rollout.environment import GameEnvironment, PythonEnvironment, TaskEnvironment
 from core.spec.axes.rollout.reward import EnvironmentReward, ModelReward, TaskReward
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import HeldOut, NoSamples
@@ -190,7 +191,7 @@ def _faults_of_rollouts(spec: JobSpec, stage: RolloutStage) -> Iterator[Fault]:
         yield Fault(
             "rollouts_of_a_stream", "prompts are few and short, and are read at once; remove `data.streaming`", "data"
         )
-    yield from _faults_of_episodes(stage)
+    yield from _faults_of_episodes(spec, stage)
     if stage.sampler == "exact":
         yield from _faults_of_exact_sampler(spec)
     if stage.beta and (isinstance(spec.method, Full) or adapter_of(spec) == "continue"):
@@ -202,13 +203,14 @@ def _faults_of_rollouts(spec: JobSpec, stage: RolloutStage) -> Iterator[Fault]:
         )
 
 
-def _faults_of_episodes(stage: RolloutStage) -> Iterator[Fault]:
+def _faults_of_episodes(spec: JobSpec, stage: RolloutStage) -> Iterator[Fault]:
     """Rewards and an environment that do not go together."""
     environment = stage.environment
-    if not isinstance(environment, PythonEnvironment) and any(isinstance(r, EnvironmentReward) for r in stage.reward):
+    gives = isinstance(environment, PythonEnvironment | GameEnvironment)
+    if not gives and any(isinstance(r, EnvironmentReward) for r in stage.reward):
         yield Fault(
             "no_environment",
-            "the reward `environment` is what an environment of type `python` says; set `stage.environment`, "
+            "the reward `environment` is what an environment of type `python` or `game` says; set `stage.environment`, "
             "or remove the reward",
             "stage.reward",
         )
@@ -219,6 +221,16 @@ def _faults_of_episodes(stage: RolloutStage) -> Iterator[Fault]:
             "`stage.environment`",
             "stage.environment",
         )
+    sources = [*singles(spec.data.train, "data.train")]
+    if spec.data.eval is not None:
+        sources += singles(spec.data.eval, "data.eval")
+    for field, source in sources:
+        if isinstance(source, GameRows) != isinstance(environment, GameEnvironment):
+            yield Fault(
+                "no_environment",
+                "the environment `game` plays the games of `data` of type `game`, and no others; set both, or neither",
+                field,
+            )
     if environment is not None and any(isinstance(r, ModelReward) for r in stage.reward):
         yield Fault(
             "environment_with_model",

@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from core.spec.axes.model import HubId, LocalPath, Revision
 from core.spec.axes.rendering import ModelTemplate, Rendering
+from core.spec.axes.rollout.games import wrong_game, wrong_game_options
 from core.spec.axes.rollout.tasks import tasks, wrong_name, wrong_settings
 from core.spec.base import SpecModel, short_form
 
@@ -149,13 +150,60 @@ class TaskRows(SpecModel):
         return self.name, str(self.seed), self.level, repr(sorted(self.options.items()))
 
 
+def _known_game(name: str) -> str:
+    if (why := wrong_game(name)) is not None:
+        raise ValueError(why)
+    return name
+
+
+GameName = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_known_game)]
+
+
+class GameRows(SpecModel):
+    """Openings of a game of textarena (docs/games.md), generated before a GPU is held. The same fields make the same
+    games; another seed makes others. `stage.environment: game` plays them."""
+
+    type: Literal["game"] = "game"
+    name: GameName
+    """Game, e.g. `GuessTheNumber-v0`."""
+    size: Annotated[int, Field(ge=1, le=MOST_PROBLEMS)] = 1000
+    """Games."""
+    seed: Annotated[int, Field(ge=0, lt=2**32 // MOST_PROBLEMS)] = 0
+    """Seed of the games. Held-out ones have another than those that are trained on."""
+    options: Annotated[dict[str, Any], Field(max_length=100)] = Field(default={})
+    """Options of the game: `{max_number: 10}`."""
+    instruction: Annotated[str, StringConstraints(min_length=1, max_length=100_000)] | None = None
+    """Text behind what the game says at first, such as the form in which moves are expected."""
+    format: Literal["prompt"] = "prompt"
+    """Games are played by stages that learn from answers."""
+
+    @property
+    def columns(self) -> dict[Column, str]:
+        """Columns are written by the names of the format."""
+        return {}
+
+    @model_validator(mode="after")
+    def _game_has_them(self) -> GameRows:
+        if (why := wrong_game_options(self.name, self.options)) is not None:
+            raise ValueError(why)
+        return self
+
+    def problems_of(self) -> tuple[str, str, str]:
+        """What the games depend on, beside their number."""
+        return self.name, str(self.seed), repr(sorted(self.options.items()))
+
+
+Generated = TaskRows | GameRows
+"""Rows that a library makes."""
+
+
 def _expand_source(value: str) -> dict[str, Any]:
     return {"type": "file", "id": value} if value.startswith("file-") else {"type": "path", "path": value}
 
 
 EXAMPLE_FILE = "file-01kar3v8x5m2h6n9qst4wyz0bc"
 
-Single = FileSource | PathSource | HubDataset | TaskRows
+Single = FileSource | PathSource | HubDataset | TaskRows | GameRows
 SingleField = Annotated[Single, Field(discriminator="type"), short_form(_expand_source, EXAMPLE_FILE)]
 
 
@@ -221,7 +269,7 @@ _SHORT = {"type": "string", "description": "Short form.", "examples": [EXAMPLE_F
 _LIST = {"type": "array", "description": "Several sources: a mixture.", "items": {"type": ["string", "object"]}}
 
 Source = Annotated[
-    FileSource | PathSource | HubDataset | TaskRows | Mixture,
+    FileSource | PathSource | HubDataset | TaskRows | GameRows | Mixture,
     Field(discriminator="type"),
     written_as(_expand_mixture, lambda whole: [_SHORT, _LIST]),
 ]
@@ -272,7 +320,7 @@ def singles(source: Source, field: str) -> list[tuple[str, Single]]:
     match source:
         case Mixture():
             return [(f"{field}.sources[{at}].source", one.source) for at, one in enumerate(source.sources)]
-        case FileSource() | PathSource() | HubDataset() | TaskRows():
+        case FileSource() | PathSource() | HubDataset() | TaskRows() | GameRows():
             return [(field, source)]
         case _ as never:
             assert_never(never)

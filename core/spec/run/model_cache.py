@@ -40,7 +40,7 @@ def dataset_key(repo: str, commit: str, files: str) -> str:
 
 
 def task_key(name: str, sha256: str) -> str:
-    """Entry of the rows of a task; `sha256` says what they are made of."""
+    """Entry of the rows of a task or game; `sha256` says what they are made of."""
     return f"tasks/{name}/{sha256}"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from core.spec.axes.data import Columns, Format, HashSplit, HubDataset, TaskRows
+from core.spec.axes.data import Columns, Format, GameRows, HashSplit, HubDataset, TaskRows
 from core.spec.axes.export import Export
 from core.spec.axes.model import Model
 from core.spec.axes.rollout.reward import RewardModelSource
@@ -188,10 +188,10 @@ class ServingOrder(RunOrder):
 
 
 class DatasetOrder(SpecModel):
-    """A data set of a hub, or problems of a task, and where the job names it."""
+    """A data set of a hub, or rows that a library makes, and where the job names it."""
 
     field: str
-    source: Annotated[HubDataset | TaskRows, Field(discriminator="type")]
+    source: Annotated[HubDataset | TaskRows | GameRows, Field(discriminator="type")]
 
 
 class RewardModelOrder(SpecModel):

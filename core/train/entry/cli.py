@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from core import HOME
 from core.errors import EftError, SpecError
 from core.plan import compatibility
-from core.spec.axes.data import HubDataset, Single, TaskRows
+from core.spec.axes.data import Generated, HubDataset, Single
 from core.spec.axes.rollout.models import model_rewards
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
@@ -84,7 +84,7 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
     from core.train.hub.model_cache import ModelCache
     from core.train.prepare.chains import prepare_reward_model  # reads models: seconds
     from core.train.prepare.models import prepare_model
-    from core.train.rollout.sandboxed.tasks import prepare_task
+    from core.train.rollout.sandboxed.tasks import prepare_problems
 
     with console.status("preparing") as status:
 
@@ -94,8 +94,9 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
         def found(source: Single, field: str) -> tuple[list[Path], dict[str, Any]]:
             if isinstance(source, HubDataset):
                 return prepare_dataset(source, field, ModelCache(models_dir), args.offline, told)
-            if isinstance(source, TaskRows):
-                return prepare_task(source, field, ModelCache(models_dir), cache_dir, offline=args.offline, told=told)
+            if isinstance(source, Generated):
+                models = ModelCache(models_dir)
+                return prepare_problems(source, field, models, cache_dir, offline=args.offline, told=told)
             return located(source, field)
 
         models_dir = args.models_dir.absolute()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import DataError, SpecError
-from core.spec.axes.data import FileSource, HubDataset, PathSource, Single, TaskRows
+from core.spec.axes.data import FileSource, GameRows, HubDataset, PathSource, Single, TaskRows
 from core.spec.load import load_yaml
 
 
@@ -73,7 +73,7 @@ def located(source: Single, field: str) -> tuple[list[Path], dict[str, Any]]:
             if not absolute.is_file():
                 raise DataError(f"{path} is not a file", field=field)
             return [absolute], {}
-        case FileSource() | HubDataset() | TaskRows():
+        case FileSource() | HubDataset() | TaskRows() | GameRows():
             raise DataError("without a server a data file is named by its path", field=field)
         case _ as never:
             assert_never(never)

@@ -32,7 +32,7 @@ from core.train.hub.download import HubUnreachable
 from core.train.hub.model_cache import ModelCache
 from core.train.prepare.chains import prepare_chain, prepare_reward_model
 from core.train.prepare.models import OnProgress, Prepared, prepare_model, prepare_tokenizer
-from core.train.rollout.sandboxed.tasks import prepare_task
+from core.train.rollout.sandboxed.tasks import prepare_problems
 from core.train.tools.install import ToolsMissing, install
 
 PROGRESS_SECONDS = 0.5
@@ -86,20 +86,20 @@ def _install_tools(order: PrepareOrder, found: Prepared, progress: OnProgress) -
     task_folder = Path(order.lm_eval_tasks) if order.lm_eval_tasks else None
     prepare_exports(order.exports, found.model_dir, cache_dir, offline=order.offline, task_folder=task_folder)
     for tools in order.tools:
-        place = "stage.reward" if tools in ("math", "tasks") else "tracking"
+        place = "stage" if tools in ("math", "tasks", "games") else "tracking"
         install(tools, cache_dir, offline=order.offline, field=place)
 
 
 def _dataset(one: DatasetOrder, order: PrepareOrder, progress: OnProgress) -> dict[str, Any]:
-    """Bring rows here, from a hub or a generator of tasks; their entry in the result."""
+    """Bring rows here, from a hub or a generator of problems; their entry in the result."""
     cache = ModelCache(Path(order.models_dir))
     if isinstance(one.source, HubDataset):
         paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)
     elif order.cache_dir is None:
-        raise ToolsMissing("the order names no cache for reasoning-gym", field=one.field)
+        raise ToolsMissing("the order names no cache for the library that makes these rows", field=one.field)
     else:
         folder = Path(order.cache_dir)
-        paths, origin = prepare_task(one.source, one.field, cache, folder, offline=order.offline, told=progress)
+        paths, origin = prepare_problems(one.source, one.field, cache, folder, offline=order.offline, told=progress)
     return {"field": one.field, "paths": [str(path) for path in paths], "source": origin}
 
 

@@ -80,7 +80,7 @@ class Answerer:
         """Answers in the making at the same time; fewer once the device had no memory for them."""
         self._told: set[str] = set()
         environment = stage.environment
-        self.sandbox = open_sandbox(stage.reward, run.cache_dir, always=environment is not None)
+        self.sandbox = open_sandbox(stage.reward, run.cache_dir, environment)
         """Where code of users runs. It ends with this process."""
         self.graders = Graders(run, stage.reward)
         self.scorers = build_scorers(run, stage, placement)

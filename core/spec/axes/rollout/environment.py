@@ -1,4 +1,4 @@
-"""What answers the model in an episode of several turns: the user's code, or the verifier of a task."""
+"""What answers the model in an episode of several turns: the user's code, the verifier of a task, or a game."""
 
 from __future__ import annotations
 
@@ -50,4 +50,14 @@ class TaskEnvironment(EnvironmentTerms):
     """Text of the reply."""
 
 
-EnvironmentArm = Annotated[PythonEnvironment | TaskEnvironment, Field(discriminator="type"), short_form(by_type)]
+class GameEnvironment(EnvironmentTerms):
+    """A game of textarena, whose openings are the prompts (`data` of type `game`): an answer is a move, and the game
+    replies. The reward `environment` is what the game gives at its end; where the episode is cut off before, what the
+    game would give for being so far."""
+
+    type: Literal["game"] = "game"
+
+
+EnvironmentArm = Annotated[
+    PythonEnvironment | TaskEnvironment | GameEnvironment, Field(discriminator="type"), short_form(by_type)
+]

@@ -264,7 +264,7 @@ class ModelReward(RewardTerm):
 
 
 class EnvironmentReward(RewardTerm):
-    """What `stage.environment` of type `python` said that the episode is worth; 0 where it said nothing."""
+    """What `stage.environment` of type `python` or `game` said that the episode is worth; 0 where it said nothing."""
 
     type: Literal["environment"] = "environment"
 

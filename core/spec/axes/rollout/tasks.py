@@ -40,7 +40,7 @@ def wrong_name(name: str) -> str | None:
     """Why there is no such task, with those of a similar name."""
     if name in tasks():
         return None
-    return f"there is no task `{name[:60]}`{_near(name, list(tasks()))}; {PAGE}"
+    return f"there is no task `{name[:60]}`{near(name, list(tasks()))}; {PAGE}"
 
 
 def wrong_settings(name: str, level: int | None, options: Mapping[str, Any]) -> str | None:
@@ -49,17 +49,23 @@ def wrong_settings(name: str, level: int | None, options: Mapping[str, Any]) -> 
     if level is not None and level >= task.levels:
         has = f"levels 0 to {task.levels - 1}" if task.levels else "no levels"
         return f"the task `{name}` has {has}"
+    return wrong_options(f"task `{name}`", task.options, options)
+
+
+def wrong_options(whose: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+    """Why something with these options and defaults has none of these."""
     for key, value in options.items():
-        if key not in task.options:
-            known = ", ".join(f"`{one}`" for one in task.options) or "none"
-            return f"the task `{name}` has no option `{key[:60]}`{_near(key, list(task.options))}; it has {known}"
-        default = task.options[key]
+        if key not in known:
+            names = ", ".join(f"`{one}`" for one in known) or "none"
+            return f"the {whose} has no option `{key[:60]}`{near(key, list(known))}; it has {names}"
+        default = known[key]
         if default is not None and value is not None and _kind(value) != _kind(default):
-            return f"the option `{key}` of the task `{name}` is a {_kind(default)}, as in its default {default!r}"
+            return f"the option `{key}` of the {whose} is a {_kind(default)}, as in its default {default!r}"
     return None
 
 
-def _near(word: str, known: Sequence[str]) -> str:
+def near(word: str, known: Sequence[str]) -> str:
+    """Names like this one, as the end of a sentence."""
     found = difflib.get_close_matches(word.lower(), known, SHOWN)
     return f"; did you mean {' or '.join(f'`{one}`' for one in found)}?" if found else ""
 
@@ -95,10 +101,14 @@ def page() -> str:
         if task.category != category:
             category = task.category
             lines += ["", f"## {category}", "", "| task | levels | options |", "|---|---|---|"]
-        options = ", ".join(f"`{key}` {_shown(value)}" for key, value in task.options.items())
         levels = f"0 to {task.levels - 1}" if task.levels else ""
-        lines.append(f"| `{name}`{'' if task.answered else ' *'} | {levels} | {options} |")
+        lines.append(f"| `{name}`{'' if task.answered else ' *'} | {levels} | {shown_options(task.options)} |")
     return "\n".join(lines) + "\n"
+
+
+def shown_options(options: Mapping[str, Any]) -> str:
+    """Names and defaults, for a table."""
+    return ", ".join(f"`{key}` {_shown(value)}" for key, value in options.items())
 
 
 def _shown(value: Any) -> str:

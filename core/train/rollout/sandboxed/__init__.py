@@ -1,1 +1,1 @@
-"""What is computed in the job's sandbox: rewards by programs, and the problems and verifiers of tasks."""
+"""What is computed in the job's sandbox: rewards by programs, and problems and verifiers of tasks, and games."""

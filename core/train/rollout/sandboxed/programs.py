@@ -12,10 +12,11 @@ from typing import Any, assert_never
 from core.data.rows import PromptOnly
 from core.errors import DataError
 from core.sandbox.sandbox import ProgramLimits, ProgramSandbox
+from core.spec.axes.rollout.environment import EnvironmentArm, GameEnvironment
 from core.spec.axes.rollout.reward import CodeReward, MathReward, ProgramReward, PythonReward, RewardArm, TaskReward
 from core.tools import ToolSet
 from core.train.rollout.rewards import Columns, columns_of, extracted, fenced, name_rows, tests_of
-from core.train.rollout.sandboxed.tasks import TASKS, task_limits, warmed
+from core.train.rollout.sandboxed.tasks import GAMES, TASKS, limits_of
 from core.train.tools.install import Tools, ToolsMissing, find
 
 MATH = (Path(__file__).parent / "math_program.py").read_text(encoding="utf-8")
@@ -185,20 +186,21 @@ def _expected(reward: MathReward, columns: Columns) -> str:
 
 
 def open_sandbox(
-    rewards: Sequence[RewardArm], cache_dir: Path | None, *, always: bool = False
+    rewards: Sequence[RewardArm], cache_dir: Path | None, environment: EnvironmentArm | None = None
 ) -> ProgramSandbox | None:
-    """The sandbox for these rewards; None where none of them needs one, unless it is to be there `always`. NoSandbox,
+    """The sandbox for these rewards and this environment; None where none of them needs one. NoSandbox,
     ToolsMissing."""
     parts: list[ProgramLimits] = []
     if any(isinstance(reward, MathReward) for reward in rewards):
-        folder = str(_installed("math", "math-verify", cache_dir).folder.resolve())
-        parts.append(ProgramLimits(folders=(folder,), prelude=warmed(MATH)))
+        parts.append(limits_of(MATH, _installed("math", "math-verify", cache_dir)))
     if any(isinstance(reward, TaskReward) for reward in rewards):
-        parts.append(task_limits(_installed("tasks", "reasoning-gym", cache_dir)))
+        parts.append(limits_of(TASKS, _installed("tasks", "reasoning-gym", cache_dir)))
+    if isinstance(environment, GameEnvironment):
+        parts.append(limits_of(GAMES, _installed("games", "textarena", cache_dir)))
     if parts:
         folders = tuple(folder for part in parts for folder in part.folders)
         return ProgramSandbox(ProgramLimits(folders=folders, prelude="\n".join(part.prelude for part in parts)))
-    needed = always or any(isinstance(reward, ProgramReward) for reward in rewards)
+    needed = environment is not None or any(isinstance(reward, ProgramReward) for reward in rewards)
     return ProgramSandbox() if needed else None
 
 
@@ -208,7 +210,7 @@ def _installed(tools: ToolSet, name: str, cache_dir: Path | None) -> Tools:
         raise ToolsMissing(
             f"{name} is not on this machine; a service installs it while it prepares the job's model. Submit the job "
             "again, or for a run by hand name the `cache_dir` of a data root that has it",
-            field="stage.reward",
+            field="stage",
         )
     return found
 

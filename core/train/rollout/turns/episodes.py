@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from core.sandbox.sandbox import ProgramSandbox
-from core.spec.axes.rollout.environment import EnvironmentArm, PythonEnvironment, TaskEnvironment
+from core.spec.axes.rollout.environment import EnvironmentArm, GameEnvironment, PythonEnvironment, TaskEnvironment
 from core.spec.axes.rollout.reward import TaskReward
 from core.train.generation.sampling import Completion, Key
 from core.train.rollout.sandboxed.programs import AnsweredPrompt, AnswerFault, number_of, values_of
+from core.train.rollout.sandboxed.tasks import GAMES
 from core.train.rollout.turns.replies import Replies
 
 PROGRAM = (Path(__file__).parent.parent / "sandboxed" / "episode_program.py").read_text(encoding="utf-8")
 MODEL, ENVIRONMENT = "assistant", "environment"
+GAME_SECONDS = 60.0
+"""Time of the games for one turn of all episodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +189,12 @@ class Player:
         self.between()
         match self.environment:
             case PythonEnvironment():
-                return self._called(self.environment, live)
+                source = {"source": self.environment.source, "function": self.environment.function}
+                return self._called(PROGRAM, source, live, self.environment.seconds)
             case TaskEnvironment():
                 return self._verified(self.environment, live)
+            case GameEnvironment():
+                return self._called(GAMES, {}, live, GAME_SECONDS)
             case _ as never:
                 assert_never(never)
 
@@ -201,18 +207,18 @@ class Player:
             for value in values
         ]
 
-    def _called(self, environment: PythonEnvironment, live: Sequence[_Playing]) -> list[Response]:
-        """Calls go to one program; to those of fewer calls where that does not end."""
+    def _called(self, program: str, more: dict[str, str], live: Sequence[_Playing], seconds: float) -> list[Response]:
+        """What `respond` of a program answers to the episodes, beside `more` arguments. Calls go to one program; to
+        those of fewer calls where that does not end."""
         calls = [{**one.asked.columns, "prompt": one.asked.prompt, "answers": one.answers()} for one in live]
-        arguments = {"source": environment.source, "function": environment.function, "calls": calls}
-        outcome = self.sandbox.run_function(PROGRAM, "respond", arguments, seconds=environment.seconds)
+        outcome = self.sandbox.run_function(program, "respond", more | {"calls": calls}, seconds=seconds)
         if outcome.error is None:
             return [_response(one) for one in outcome.value]
         if len(live) == 1:
             return [Response(None, fault=outcome.error.splitlines()[0])]
         self.between()
         half = len(live) // 2
-        return self._called(environment, live[:half]) + self._called(environment, live[half:])
+        return [one for part in (live[:half], live[half:]) for one in self._called(program, more, part, seconds)]
 
 
 def _response(found: dict[str, Any]) -> Response:
