@@ -585,10 +585,6 @@ NOTICES: dict[str, Code] = {
         "A reward or an environment needs the other one, which the job does not have.",
         "Follow the message; docs/rollouts.md.",
     ),
-    "environment_with_model": (
-        "Reward models score single answers, and the job has episodes of several turns.",
-        "Remove the reward `model`, or `stage.environment`.",
-    ),
     "environment_failed": (
         "The environment of an episode raised, took too long, or returned what is no reply and no reward.",
         "Mend it, or set `stage.reward_error` to `zero` or `skip`; docs/rollouts.md.",

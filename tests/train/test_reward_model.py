@@ -81,7 +81,7 @@ def plain(folder: RewardModelFolder, prompts: list[Any], answers: list[str]) -> 
     return found
 
 
-def job(folder: Path, tiny_dir: Path, reward_model: RewardModelFolder, stage: str, **axes: Any) -> Path:
+def job(folder: Path, tiny_dir: Path, reward_model: RewardModelFolder, stage: str, **fields: Any) -> Path:
     rows: list[Any] = [{"prompt": f"say a letter, number {n}"} for n in range(3)]
     rows.append({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]})
     path = write_rows(folder.parent / "prompts.jsonl", rows)
@@ -97,10 +97,10 @@ def job(folder: Path, tiny_dir: Path, reward_model: RewardModelFolder, stage: st
             "max_completion_length": 8,
             "temperature": 1.5,
             "reward": [{"type": "model", "model": {"type": "local", "path": "/reward-model"}, "batch_size": 3}],
-        },
+        }
+        | fields,
         method={"type": "lora", "r": 4},
         training=TRAINING | {"max_steps": 2, "gradient_accumulation_steps": 2},
-        **axes,
     )
     order = RunOrder.model_validate_json((made / ORDER_FILE).read_bytes())
     (made / ORDER_FILE).write_text(order.model_copy(update={"reward_models": [reward_model]}).model_dump_json())
@@ -122,6 +122,28 @@ def test_answers_are_scored_as_plain_transformers_scores_them(
     assert len(set(expected)) > 4
     (record,) = [event["record"] for event in events(made, "run_record")]
     assert record["reward_models"][0]["reward"] == "model"
+
+
+SAYS = "def respond(prompt, answers):\n    return {'reply': 'Say more.' if len(answers) < 2 else None, 'reward': 0.0}"
+
+
+def test_an_episode_is_scored_as_the_conversation_it_is(
+    tiny_dir: Path, reward_model: RewardModelFolder, tmp_path: Path
+) -> None:
+    environment = {"type": "python", "source": SAYS, "max_turns": 2, "max_turn_length": 4}
+    made = job(tmp_path / "run", tiny_dir, reward_model, "grpo", environment=environment, max_completion_length=50)
+    assert run(made) == EXIT_OK, (events(made)[-1], log(made))
+    told = [json.loads(line) for line in (made / "artifacts" / "rollouts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    before, last = [], []
+    for one in told:
+        row, (first, reply, second) = rows[one["line"] - 1], [turn["content"] for turn in one["turns"]]
+        asked = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+        said = [{"role": "assistant", "content": first}, {"role": "user", "content": reply}]
+        before.append([*asked, *said])
+        last.append(second)
+    expected = plain(reward_model, before, last)
+    assert [one["rewards"]["model"] for one in told] == pytest.approx(expected, abs=1e-4) and len(set(expected)) > 4
 
 
 def scorer(folder: Path, tiny_dir: Path, reward_model: RewardModelFolder, **fields: Any) -> Scorer:

@@ -15,7 +15,7 @@ from core.spec.axes.export import GGUF, LMEval, PackedExport, VLLMAdapter
 from core.spec.axes.method import OFT, Adapter, Full, LowRank
 from core.spec.axes.quantization import QAT, NoQuantization
 from core.spec.axes.rollout.environment import GameEnvironment, PythonEnvironment, TaskEnvironment
-from core.spec.axes.rollout.reward import EnvironmentReward, ModelReward, TaskReward
+from core.spec.axes.rollout.reward import EnvironmentReward, TaskReward
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import HeldOut, NoSamples
 from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, SimPO
@@ -231,13 +231,6 @@ def _faults_of_episodes(spec: JobSpec, stage: RolloutStage) -> Iterator[Fault]:
                 "the environment `game` plays the games of `data` of type `game`, and no others; set both, or neither",
                 field,
             )
-    if environment is not None and any(isinstance(r, ModelReward) for r in stage.reward):
-        yield Fault(
-            "environment_with_model",
-            "a reward model scores one answer to a prompt, not an episode; remove the reward `model` or "
-            "`stage.environment`",
-            "stage.reward",
-        )
 
 
 def _faults_of_exact_sampler(spec: JobSpec) -> Iterator[Fault]:

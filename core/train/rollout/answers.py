@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from core.data.rows import PromptOnly
+from core.data.rows import Prompt, PromptOnly
 from core.errors import DataError, Fault
 from core.spec.axes.rollout.environment import EnvironmentArm
 from core.spec.axes.rollout.reward import (
@@ -196,7 +196,7 @@ class Answerer:
             elif isinstance(reward, HttpReward):
                 values = self.graders.values_of(reward, texts, asked)
             elif isinstance(reward, ModelReward):
-                values = self.scorers[name].values_of(texts, asked)
+                values = self.scorers[name].values_of(self._whole(answers, asked), asked)
             elif isinstance(reward, EnvironmentReward):
                 values = [answer.reward for answer in answers]
             else:
@@ -224,6 +224,16 @@ class Answerer:
             for at, one in enumerate(asked)
         ]
         return Judged(found, total, unscored)
+
+    def _whole(self, answers: Sequence[Episode], asked: Sequence[AnsweredPrompt]) -> list[Prompt]:
+        """What was written behind each prompt; of episodes, their turns as the model's template has them."""
+        if self.player is None:
+            return [self.text(answer.tokens) for answer in answers]
+        return [
+            self.player.replies.conversation(one.row, answer.turns)
+            for answer, one in zip(answers, asked, strict=True)
+            if one.row is not None
+        ]
 
     def _failed(self, fault: Fault) -> None:
         """Say which answers have no reward, or fail."""

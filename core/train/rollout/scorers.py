@@ -89,8 +89,9 @@ class Scorer:
         found: nn.Module = model
         return found
 
-    def values_of(self, answers: Sequence[str], asked: Sequence[AnsweredPrompt]) -> list[Value]:
-        """Each answer's reward, or why it has none. StopRequested."""
+    def values_of(self, answers: Sequence[Prompt], asked: Sequence[AnsweredPrompt]) -> list[Value]:
+        """Each answer's reward, or why it has none; of an episode, whose turns are messages, that of all of it.
+        StopRequested."""
         rendered = [self._tokens(answer, one) for answer, one in zip(answers, asked, strict=True)]
         rows = sorted({ids for ids in rendered if not isinstance(ids, str)}, key=lambda ids: (len(ids), ids))
         scores = self._scores(rows)
@@ -102,13 +103,17 @@ class Scorer:
             found.append(score)
         return found
 
-    def _tokens(self, answer: str, asked: AnsweredPrompt) -> tuple[int, ...] | str:
+    def _tokens(self, answer: Prompt, asked: AnsweredPrompt) -> tuple[int, ...] | str:
         """The prompt and the answer as the reward model takes them; or why it cannot."""
         row = asked.row
         assert row is not None, "a reward model needs the row as it was written"
-        given: Prompt = answer if isinstance(row.prompt, str) else (Message("assistant", answer),)
+        prompt, given = row.prompt, answer
+        if isinstance(prompt, str) and not isinstance(given, str):
+            prompt = (Message("user", prompt),)
+        elif isinstance(given, str) and not isinstance(prompt, str):
+            given = (Message("assistant", given),)
         try:
-            ids = self.renderer.render_pair(Preference(row.prompt, given, given, row.tools), asked.line)[0].ids
+            ids = self.renderer.render_pair(Preference(prompt, given, given, row.tools), asked.line)[0].ids
         except DataError as error:
             return error.message
         if self.most is not None and len(ids) > self.most:

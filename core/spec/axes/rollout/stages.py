@@ -30,7 +30,7 @@ class RolloutStage(SpecModel):
     that nothing is learned from comparing them."""
     environment: EnvironmentArm | None = None
     """What replies to the model's answers, for episodes of several turns (docs/rollouts.md). Rewards read the model's
-    last turn. Default: an answer is one turn."""
+    last turn, and the reward `model` all of them. Default: an answer is one turn."""
     num_generations: Annotated[int, Field(ge=2, le=1024)] = 8
     """Answers to each prompt."""
     max_completion_length: Annotated[int, Field(ge=1, le=131_072)] = 256

@@ -18,10 +18,9 @@ from core.spec.axes.rollout.reward import TaskReward
 from core.train.generation.sampling import Completion, Key
 from core.train.rollout.sandboxed.programs import AnsweredPrompt, AnswerFault, number_of, values_of
 from core.train.rollout.sandboxed.tasks import GAMES
-from core.train.rollout.turns.replies import Replies
+from core.train.rollout.turns.replies import ENVIRONMENT, MODEL, Replies
 
 PROGRAM = (Path(__file__).parent.parent / "sandboxed" / "episode_program.py").read_text(encoding="utf-8")
-MODEL, ENVIRONMENT = "assistant", "environment"
 GAME_SECONDS = 60.0
 """Time of the games for one turn of all episodes."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.data.rows import Message, PromptOnly
+from core.data.rows import Message, Prompt, PromptOnly
 from core.errors import DataError, SpecError
 from core.train.render.renderer import Renderer
 
+MODEL, ENVIRONMENT = "assistant", "environment"
+"""Who speaks in a turn."""
 ASKED = "a question"
 ANSWERS = ("one", "another 2")
 """Answers that end in different tokens: what is the same behind both is what the chat template writes there."""
@@ -31,6 +33,12 @@ class Replies:
             return self.renderer.render_text(reply)
         ids = self._behind(reply)
         return ids[1:] if ids[0] == last else ids
+
+    def conversation(self, row: PromptOnly, turns: Sequence[tuple[str, str]]) -> Prompt:
+        """Turns of the model and of the environment as messages; as one text behind a prompt that is no chat."""
+        if not self._is_chat(row):
+            return "".join(text for _, text in turns)
+        return tuple(Message("assistant" if who == MODEL else self.role, text) for who, text in turns)
 
     def cut(self, reply: str, most: int) -> str | None:
         """The beginning of a reply that has more tokens than `most`; None where it has no more."""
