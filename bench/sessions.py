@@ -1,4 +1,4 @@
-"""What sessions cost: `python -m bench.sessions [--only verbs|parking|samples|together …]`, on a tiny model.
+"""What sessions cost: `python -m bench.sessions [--only verbs|parking|samples|together|drawn …]`, on a tiny model.
 
 - `verbs`: a verb beyond its computation. The same verbs in turn over HTTP through API, database, worker and child, and
   straight into a child over its socket, which is the computation alone. The overhead is the difference of each pair.
@@ -8,6 +8,9 @@
   sent: the time until a sample is accepted, and the API's memory.
 - `together`: recipes in sessions of one base at once, which share a process, against the same one after the other, each
   in a session of its own, start-up counted. The bits have to be the same.
+- `drawn`: samples of several sessions of one child, each with an adapter of its own, asked for at once, which are drawn
+  in one batch, against the same ones asked for one after the other. The bits have to be the same. `--model` is another
+  model than the tiny one.
 
 On a busy machine times say little: the processor time of API, worker and children is told too.
 """
@@ -236,21 +239,67 @@ def together(service: Service, count: int, steps: int, runs: int) -> dict[str, f
     return found | {"processor_most": max(busy)}
 
 
+def drawn(folder: Path, model: Path, sessions: int, asks: int, tokens: int, runs: int) -> dict[str, float]:
+    order = session.order(model, folder / "drawn").model_copy(update={"pass_tokens": 4096})
+    clock, busy = list[float](), list[float]()
+    with SessionChild(folder / "drawn-run", order) as child:
+        child.hello()
+        users = [child, *(child.beside(f"guest-{n}", folder / f"guest-{n}") for n in range(1, sessions))]
+        for number, user in enumerate(users):
+            user.ask("create", model="a", method=METHOD, seed=number)
+            user.ask("forward_backward", examples(ROW), model="a")
+            user.ask("step", model="a", learning_rate=0.01)
+        wishes = [
+            (user, {"model": "a", "max_tokens": tokens, "seed": number, "stop_token_ids": []})
+            for number in range(asks)
+            for user in users
+        ]
+
+        def ask(*, at_once: bool) -> tuple[list[list[int]], float, float]:
+            before, began = ticks(child.process.pid), time.perf_counter()
+            if at_once:
+                found = child.ask_together([(user, "generate", examples(ROW[:16]), wish) for user, wish in wishes])
+            else:
+                found = [user.ask("generate", examples(ROW[:16]), **wish)[1] for user, wish in wishes]
+            seconds, work = time.perf_counter() - began, (ticks(child.process.pid) - before) / TICKS
+            return [one["tokens"].tolist() for one in found], seconds, work
+
+        ask(at_once=False)
+        ask(at_once=True)
+        for _ in range(runs):
+            (alone, after_another, work), (beside, together, less) = ask(at_once=False), ask(at_once=True)
+            assert alone == beside, "an answer came to other bits beside others"
+            clock.append(together / after_another)
+            busy.append(less / work)
+            print(f"at once {together:.2f} s ({less:.2f} of processors), in turn {after_another:.2f} ({work:.2f})")
+    found = {
+        "sessions": sessions,
+        "samples": len(wishes),
+        "in_turn_processor_s": work,
+        "clock": statistics.median(clock),
+    }
+    found |= {"processor": statistics.median(busy), "processor_least": min(busy), "processor_most": max(busy)}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.sessions", description=__doc__.partition("\n")[0])
-    parts = ("verbs", "parking", "samples", "together")
+    parts = ("verbs", "parking", "samples", "together", "drawn")
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     parser.add_argument("--verbs", type=int, default=300)
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12, help="of each recipe of `together`")
-    parser.add_argument("--runs", type=int, default=3, help="of `parking` and `together`")
+    parser.add_argument("--runs", type=int, default=3, help="of `parking`, `together` and `drawn`")
+    parser.add_argument("--model", type=Path, default=models.folder() / "tiny", help="of `drawn`")
+    parser.add_argument("--tokens", type=int, default=32, help="of each sample of `drawn`")
     given = parser.parse_args()
     figures: dict[str, Mapping[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         service = Service(Path(folder), {"EFT_MODEL_ROOTS": str(models.folder())} | LIMITS)
         try:
-            service.start()
+            if {*given.only} - {"drawn"}:
+                service.start()
             for part in given.only:
                 match part:
                     case "verbs":
@@ -259,8 +308,10 @@ def main() -> None:
                         found = parking(service, given.runs)
                     case "samples":
                         found = samples(service, given.samples)
-                    case _:
+                    case "together":
                         found = together(service, given.sessions, given.steps, given.runs)
+                    case _:
+                        found = drawn(Path(folder), given.model, given.sessions, 2, given.tokens, given.runs)
                 figures[part] = {name: round(value, 3) for name, value in found.items()}
                 for name, value in figures[part].items():
                     print(f"{part:10} {name:34} {value:10.3f}", flush=True)

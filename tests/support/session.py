@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.numpy import load, save
 from core.spec.axes.model import LocalModel
 from core.spec.resolve import resolve
 from core.spec.run.folder import ORDER_FILE
-from core.spec.run.frames import Frame, receive, send
+from core.spec.run.frames import Frame, pack, receive, send
 from core.spec.run.orders import SessionOrder
 from core.spec.session.job import SessionSpec
 from tests.support.trainer import ENVIRONMENT, ROOT
@@ -76,6 +77,20 @@ class SessionClient:
             **self.about,
         }
         send(self.stream, Frame(header | {"op": {"op": op, **fields}}, save(arrays) if arrays else b""))
+
+    def ask_together(self, asked: Sequence[tuple[SessionClient, str, Arrays, dict[str, Any]]]) -> list[Arrays]:
+        """The arrays of operations that are there when the child looks: of sessions of this child, by their frames."""
+        frames, found = b"", dict[int, Arrays]()
+        for number, (one, op, arrays, fields) in enumerate(asked):
+            one.position += 1
+            header = one.about | {"id": number, "position": one.position, "op": {"op": op, **fields}}
+            frames += pack(Frame(header, save(arrays)))
+        self.stream.sendall(frames)
+        for _ in asked:
+            frame = receive(self.stream)
+            assert frame is not None and frame.header["ok"], frame
+            found[frame.header["id"]] = load(frame.body)
+        return [found[number] for number in range(len(asked))]
 
     def snapshot(self) -> None:
         assert self._tell({"snapshot": True})["position"] == self.position

@@ -143,9 +143,9 @@ def test_a_groups_prompt_is_computed_once(engine: Engine, monkeypatch: pytest.Mo
     rows: list[int] = []
     before = SlotCache.before_prompts
 
-    def watched(cache: SlotCache, slots: Sequence[int], from_rows: Sequence[int], device: Any) -> None:
+    def watched(cache: SlotCache, slots: Sequence[int], from_rows: Sequence[int], *more: Any) -> None:
         rows.append(len(set(from_rows)))
-        before(cache, slots, from_rows, device)
+        before(cache, slots, from_rows, *more)
 
     assert engine.without_slots(64) is None  # tried before its passes are counted
     monkeypatch.setattr(SlotCache, "before_prompts", watched)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED
 from core.spec.run.folder import ORDER_FILE
 from core.train.base.stop import Stop
+from core.train.generation.generator import SlotGenerator
 from core.train.session.serve import serve
 from tests.support import session
 from tests.support.session import SessionChild, SessionClient, examples
@@ -595,3 +596,46 @@ def test_a_session_that_leaves_takes_its_adapters_along(child: InThread, tmp_pat
     guest.leave()
     assert (tmp_path / "guest" / "snapshots").is_dir()
     assert child.ask("forward", examples(*ROWS), model="a")[0] == before
+
+
+DRAWS: list[dict[str, Any]] = [
+    {"model": "a", "max_tokens": 9, "num_samples": 3, "seed": 1},
+    {"model": "b", "max_tokens": 3, "temperature": 0.6, "top_p": 0.9, "seed": 2, "sample_top": 2},
+    {"model": None, "max_tokens": 28, "temperature": 0.0},
+    {"model": "dora", "max_tokens": 4, "seed": 3},
+    {"model": "a", "max_tokens": 5, "seed": 4, "prompt_logprobs": True},
+]
+
+
+@pytest.mark.parametrize("base", [{"precision": "bf16"}, {"quantization": "nf4"}], ids=str)
+def test_answers_that_are_drawn_in_one_batch_are_those_drawn_alone(
+    tiny_dir: Path, tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several adapters, of the base, and of two sessions; an adapter that has no form for it is drawn alone."""
+    batches: list[int] = []
+    complete = SlotGenerator.complete
+
+    def counted(generator: SlotGenerator, prompts: Any, *given: Any, **more: Any) -> Any:
+        batches.append(len(prompts))
+        return complete(generator, prompts, *given, **more)
+
+    made = InThread(tmp_path / "run", session.order(tiny_dir, tmp_path / "own", **base))
+    other = made.beside("guest", tmp_path / "guest")
+    for one in (made, other):
+        for at, (name, more) in enumerate([("a", {}), ("b", {"r": 8}), ("dora", {"use_dora": True})]):
+            one.ask("create", model=name, method={**LORA, **more}, seed=at)
+            one.ask("forward_backward", examples(*ROWS), model=name)
+            one.ask("step", model=name, learning_rate=0.02 if one is made else 0.05)
+    prompts = examples([5, 6, 7], list(range(60, 99)), [9])
+    alone = [[one.ask("generate", prompts, stop_token_ids=[], **draw) for draw in DRAWS] for one in (made, other)]
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotGenerator, "complete", counted)
+        wishes = [(one, "generate", prompts, {"stop_token_ids": [], **draw}) for draw in DRAWS for one in (made, other)]
+        together = made.ask_together(wishes)
+    for which, results in enumerate(alone):
+        for at, (_, arrays) in enumerate(results):
+            tensors = together[2 * at + which]
+            assert tensors.keys() == arrays.keys()
+            assert all(np.array_equal(tensors[name], arrays[name]) for name in arrays), (which, at)
+    assert sorted(batches) == [3, 3, 24], "all but two operations in one batch"
+    assert made.end() == EXIT_CHECKPOINTED

@@ -78,8 +78,8 @@ def _width(left: int, widths: tuple[int, ...]) -> int:
     return wide if wide < 2 * left else max((width for width in widths if width <= left), default=wide)
 
 
-def _some(rows: Tensor, dim: int, at: int, width: int) -> Tensor:
-    """So many from a place on, zeros behind the last."""
+def some_rows(rows: Tensor, dim: int, at: int, width: int) -> Tensor:
+    """So many along a dimension from a place on, zeros behind the last."""
     part = rows.narrow(dim, at, min(width, rows.shape[dim] - at))
     if part.shape[dim] < width:
         part = functional.pad(part, (0, 0) * (rows.dim() - 1 - dim) + (0, width - part.shape[dim]))
@@ -163,8 +163,8 @@ def _in_parts(
     found, at = left.new_empty((rows, right.shape[1])), 0
     while at < rows:
         wide = _width(rows - at, widths)
-        beside = () if added is None else (_some(added, 0, at, wide) if each else added,)
-        found[at : at + wide] = kernel(*beside, _some(left, 0, at, wide), right, **more)[: rows - at]
+        beside = () if added is None else (some_rows(added, 0, at, wide) if each else added,)
+        found[at : at + wide] = kernel(*beside, some_rows(left, 0, at, wide), right, **more)[: rows - at]
         at += wide
     return found
 
@@ -186,7 +186,7 @@ class LastTokens:
         with torch.autocast(states.device.type, enabled=False):
             states = states.to(chunks.head.dtype)
             for at in range(0, len(states), ROWS):
-                found[at : at + ROWS] = chunks.product(_some(states, 0, at, ROWS))[: len(states) - at]
+                found[at : at + ROWS] = chunks.product(some_rows(states, 0, at, ROWS))[: len(states) - at]
         return found
 
     def logprobs(self, products: Tensor, labels: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class LastTokens:
         padded, found = functional.pad(labels, (0, more), value=IGNORE_INDEX), []
         for at in range(0, len(labels), ROWS):
             found.append(torch.empty(ROWS, dtype=self._chunks.dtype, device=labels.device))
-            raw = _some(products, 0, at, ROWS)
+            raw = some_rows(products, 0, at, ROWS)
             self._chunks.losses(raw, padded[at : at + ROWS], found[-1], gradient=False, factor=-1.0)
         return torch.cat(found)[: len(labels)]
 
@@ -244,7 +244,7 @@ class Exact:
         while at < tokens:
             wide = _width(tokens - at, widths)
             mask = self._mask_of(first, at, wide, keys, query)
-            parts.append(attended(_some(query, 2, at, wide), key, value, mask.expand(len(query), 1, wide, keys)))
+            parts.append(attended(some_rows(query, 2, at, wide), key, value, mask.expand(len(query), 1, wide, keys)))
             at += wide
         return torch.cat(parts, dim=2)[:, :, :tokens].transpose(1, 2).contiguous()
 
@@ -308,3 +308,20 @@ class Exact:
         if refused is not None or attention_mask is not None:
             raise NotImplementedError(f"its attention takes {refused or 'a mask of its own'}")
         return self.attention(query, key, value, scaling), None
+
+
+@contextmanager
+def adapters_at_work(model: nn.Module) -> Iterator[None]:
+    """Within, trained weights that start at 0, such as half of an adapter's, have other values: a product with zeros
+    hides how it is rounded."""
+    zero = [weight for weight in model.parameters() if weight.requires_grad and not weight.any()]
+    source = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in zero:
+            weight.copy_(torch.randn(weight.shape, generator=source) / 50)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight in zero:
+                weight.zero_()

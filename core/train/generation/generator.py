@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from core.train.attention.exact import Exact, LastTokens
+from core.train.attention.exact import ROWS, Exact, LastTokens, some_rows
 from core.train.generation.sampling import Completion, Key, Likeliest, SamplingParams, Stops, choose, likeliest_of
 from core.train.generation.slots import SlotCache, attention_over
 from core.train.logits import head_at
@@ -33,10 +34,19 @@ class LastLogits:
     """Logits of the next token, float32: by the head's own product where it is of the known form, never rounded to 16
     bits; else the model's."""
 
-    def __init__(self, model: nn.Module, head: OutputHead | str, rows: int, exact: LastTokens | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        head: OutputHead | str,
+        rows: int,
+        exact: LastTokens | None = None,
+        *,
+        apart: bool = False,
+    ) -> None:
         """`rows`: places of most passes. `exact`: makes the products, so that it can say the log-probabilities that
-        training has; the head is of the known form then."""
-        self.model, self.head, self.exact = model, head, exact
+        training has; the head is of the known form then. `apart`: within `exact_operators`, logits of a place do not
+        depend on the places beside it."""
+        self.model, self.head, self.exact, self.apart = model, head, exact, apart
         self.products: Tensor | None = None
         """Those of the last pass, where they are exact."""
         self._weight: Tensor | None = None
@@ -45,7 +55,7 @@ class LastLogits:
             autocast = torch.is_autocast_enabled(where)
             self._dtype = torch.get_autocast_dtype(where) if autocast else head.weight.dtype
             self._weight = head.weight.to(self._dtype)
-            few = rows <= FEW_PLACES and reads_once(self._weight)
+            few = not apart and rows <= FEW_PLACES and reads_once(self._weight)
             if where == "cpu" and 4 * head.weight.numel() <= WIDENED_BYTES and not few:
                 self._weight = self._weight.float()
 
@@ -63,14 +73,25 @@ class LastLogits:
             found = self.products.clone()
         else:
             with torch.autocast(states.device.type, enabled=False):
-                states = states.to(self._dtype).to(self._weight.dtype)
-                found = torch.empty((len(states), len(self._weight)), dtype=torch.float32, device=states.device)
-                wide_product(states, self._weight.t(), out=found)
+                found = self._products(states.to(self._dtype).to(self._weight.dtype), self._weight.t())
         if head.bias is not None:
             found += head.bias.float()
         found *= head.options.scale
         if (cap := head.options.softcap) is not None:
             found = cap * torch.tanh(found / cap)
+        return found
+
+    def _products(self, states: Tensor, weight: Tensor) -> Tensor:
+        if self.apart and states.dtype is torch.float32 and 4 * weight.numel() <= WIDENED_BYTES:
+            return torch.mm(states, weight)  # of as few rows as give their bits (exact.py)
+        found = torch.empty((len(states), weight.shape[1]), dtype=torch.float32, device=states.device)
+        if not self.apart:
+            wide_product(states, weight, out=found)
+            return found
+        for at in range(0, len(states), ROWS):
+            part = found.new_empty((ROWS, weight.shape[1]))
+            wide_product(some_rows(states, 0, at, ROWS), weight, out=part)
+            found[at : at + ROWS] = part[: len(states) - at]
         return found
 
 
@@ -88,17 +109,23 @@ class _Answer:
     key: Key
     most: int
     """Tokens at most."""
+    params: SamplingParams
+    stops: Stops
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
     likeliest: list[Likeliest] = field(default_factory=list)
 
-    def add(self, token: int, logprob: float, likeliest: Likeliest | None, stops: Stops) -> None:
+    def add(self, token: int, logprob: float, likeliest: Likeliest | None) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if likeliest is not None:
             self.likeliest.append(likeliest)
-        self.finished = stops.ended(self.tokens)
+        self.finished = self.stops.ended(self.tokens)
+
+
+Rows = Callable[[Sequence[int], bool], AbstractContextManager[None]]
+"""Around a pass whose rows are of these prompts: over their tokens, or, as the second says, over one token of each."""
 
 
 class SlotGenerator:
@@ -115,17 +142,21 @@ class SlotGenerator:
         prompt_tokens: int,
         device: torch.device,
         exact: Exact | None = None,
+        apart: bool = False,
     ) -> None:
         """`prompt_tokens`: tokens of one pass over prompts at most, padding counted; a longer prompt is a pass by
         itself. The model computes without gradients. `exact`: the arithmetic that the model is in, where log-
-        probabilities are to be those of training to the bit; the head is of the known form then."""
+        probabilities are to be those of training to the bit; the head is of the known form then. `apart`: within
+        `exact_operators`, an answer comes to the same bits whatever is generated beside it."""
         last = None
         if exact is not None:
             assert isinstance(head, OutputHead)
             last = LastTokens(head, params.temperature or 1.0)
-        self.model, self.logits = model, LastLogits(model, head, slots, last)
+        self.model, self.logits = model, LastLogits(model, head, slots, last, apart=apart)
         self.params, self.stops = params, stops
         self.slots, self.prompt_tokens, self.device, self.exact = slots, prompt_tokens, device, exact
+        self.apart = apart
+        self._rows: Rows = lambda prompts, one: nullcontext()
         self.passes = 0
         """Passes over one token of each slot."""
 
@@ -135,16 +166,23 @@ class SlotGenerator:
         keys: Sequence[Sequence[Key]],
         between: Callable[[], None],
         most: Sequence[int] | None = None,
+        *,
+        drawn: Sequence[tuple[SamplingParams, Stops]] | None = None,
+        rows: Rows | None = None,
     ) -> list[list[Completion]]:
         """Answer each prompt as often as it has keys. `most`: tokens of an answer to each prompt at most; None: those
-        of the parameters. NoSlotForm, and whatever `between` raises, which is called before each pass."""
-        limits = [self.params.max_new_tokens] * len(prompts) if most is None else most
-        answers = [[_Answer(at, key, limits[at]) for key in mine] for at, mine in enumerate(keys)]
+        of the parameters. `drawn`: parameters and ends of each prompt's answers, in the place of those of all. `rows`
+        is entered around each pass. NoSlotForm, and whatever `between` raises, which is called before each pass."""
+        if rows is not None:
+            self._rows = rows
+        how = [(self.params, self.stops)] * len(prompts) if drawn is None else drawn
+        limits = [params.max_new_tokens for params, _ in how] if most is None else most
+        answers = [[_Answer(at, key, limits[at], *how[at]) for key in mine] for at, mine in enumerate(keys)]
         waiting = deque(answer for mine in answers for answer in mine)
         room = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         slots = min(self.slots, len(waiting))
         if self.exact is None:
-            cache = SlotCache(slots, room)
+            cache = SlotCache(slots, room, apart=self.apart)
         else:
             cache = SlotCache(slots, max(room, self.exact.room), self.exact.attention)
         owner: list[_Answer | None] = [None] * slots
@@ -212,7 +250,7 @@ class SlotGenerator:
         logits = torch.stack([one.logits for one in behind])
         chosen = self._chosen(logits, torch.stack(products) if products else None, [a for _, a in taken])
         for (slot, answer), drawn in zip(taken, chosen, strict=True):
-            answer.add(*drawn, self.stops)
+            answer.add(*drawn)
             self._release(owner, slot)
         wanted = {answer.prompt for answer in waiting}
         for number in [number for number in first if number not in wanted]:
@@ -232,10 +270,14 @@ class SlotGenerator:
         for row, number in enumerate(new):
             ids[row, : len(prompts[number])] = torch.tensor(list(prompts[number]))
         pairs = [(slot, row) for row, slots in enumerate(new.values()) for slot in slots]
-        cache.before_prompts([slot for slot, _ in pairs], [row for _, row in pairs], self.device)
+        lengths = [len(prompts[number]) for number in new]
+        cache.before_prompts([slot for slot, _ in pairs], [row for _, row in pairs], self.device, lengths)
         places = [row * width + len(prompts[number]) - 1 for row, number in enumerate(new)]
         positions = torch.arange(width).expand(len(new), width)
-        logits = self.logits.at(torch.tensor(places).to(self.device), ids.to(self.device), positions.to(self.device))
+        with self._rows([*new], False):
+            logits = self.logits.at(
+                torch.tensor(places).to(self.device), ids.to(self.device), positions.to(self.device)
+            )
         products = self.logits.products
         for row, (number, slots) in enumerate(new.items()):
             first[number] = _Last(logits[row], None if products is None else products[row])
@@ -251,22 +293,33 @@ class SlotGenerator:
         cache.before_tokens(lengths, self.device)
         ids = torch.tensor(current).unsqueeze(1).to(self.device)
         positions = torch.tensor(lengths).unsqueeze(1).to(self.device)
-        logits = self.logits.at(torch.tensor(list(live)).to(self.device), ids, positions)
+        somebody = next(iter(live.values())).prompt
+        with self._rows([live[slot].prompt if slot in live else somebody for slot in range(len(owner))], True):
+            logits = self.logits.at(torch.tensor(list(live)).to(self.device), ids, positions)
         self.passes += 1
         chosen = self._chosen(logits, self.logits.products, list(live.values()))
         for (slot, answer), drawn in zip(live.items(), chosen, strict=True):
-            answer.add(*drawn, self.stops)
+            answer.add(*drawn)
             self._release(owner, slot)
 
     def _chosen(
         self, logits: Tensor, products: Tensor | None, answers: Sequence[_Answer]
     ) -> list[tuple[int, float, Likeliest | None]]:
-        tokens, logprobs = choose(logits, [a.key for a in answers], [len(a.tokens) for a in answers], self.params)
-        if products is not None:
-            assert self.logits.exact is not None
-            logprobs = self.logits.exact.logprobs(products, tokens)
-        told = likeliest_of(logits, self.params) if self.params.likeliest else [None] * len(answers)
-        return list(zip(tokens.tolist(), logprobs.tolist(), told, strict=True))
+        found: list[tuple[int, float, Likeliest | None]] = [(0, 0.0, None)] * len(answers)
+        alike: dict[SamplingParams, list[int]] = {}
+        for row, answer in enumerate(answers):
+            alike.setdefault(answer.params, []).append(row)
+        for params, rows in alike.items():
+            some = logits if len(rows) == len(answers) else logits[rows]
+            mine = [answers[row] for row in rows]
+            tokens, logprobs = choose(some, [a.key for a in mine], [len(a.tokens) for a in mine], params)
+            if products is not None:
+                assert self.logits.exact is not None and len(alike) == 1
+                logprobs = self.logits.exact.logprobs(products, tokens)
+            told = likeliest_of(some, params) if params.likeliest else [None] * len(mine)
+            for row, *drawn in zip(rows, tokens.tolist(), logprobs.tolist(), told, strict=True):
+                found[row] = (drawn[0], drawn[1], drawn[2])
+        return found
 
     def _release(self, owner: list[_Answer | None], slot: int) -> None:
         answer = owner[slot]

@@ -22,6 +22,10 @@ from core.train.attention.packed import refused_argument
 
 NAME = "eft_slots"
 
+KEYS = 64
+"""Keys that a row attends over are a multiple of so many, masked behind its own, where its bits are to be those that it
+has alone."""
+
 Attention = Callable[[Tensor, Tensor, Tensor, float | None, Tensor | None], Tensor]
 """Causal attention: `Exact.attention` (exact.py)."""
 
@@ -33,9 +37,10 @@ class NoSlotForm(Exception):
 class SlotCache:
     """Keys and values [slots, heads, room, width] of each layer, and what the pass at hand does with them."""
 
-    def __init__(self, slots: int, room: int, exact: Attention | None = None) -> None:
-        """`exact`: computes the attention in place of SDPA over what is there."""
-        self.slots, self.room, self.exact = slots, room, exact
+    def __init__(self, slots: int, room: int, exact: Attention | None = None, *, apart: bool = False) -> None:
+        """`exact`: computes the attention in place of SDPA over what is there. `apart`: the attention of a row does not
+        depend on the rows beside it."""
+        self.slots, self.room, self.exact, self.apart = slots, room, exact, apart
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.windows: set[int] = set()
         """Tokens that layers with a window or chunk look back, as far as passes have asked for a mask."""
@@ -45,9 +50,15 @@ class SlotCache:
         self._at: Tensor | None = None
         self._allowed: Tensor | None = None
         self._most = 0
+        self._prompts: Sequence[int] = ()
+        self._groups: list[tuple[Tensor | slice, int, Tensor]] = []
 
-    def before_prompts(self, slots: Sequence[int], rows: Sequence[int], device: torch.device) -> None:
-        """The next pass is over whole prompts, padded on the right: slot slots[i] gets the prompt of row rows[i]."""
+    def before_prompts(
+        self, slots: Sequence[int], rows: Sequence[int], device: torch.device, lengths: Sequence[int] = ()
+    ) -> None:
+        """The next pass is over whole prompts, padded on the right: slot slots[i] gets the prompt of row rows[i].
+        `lengths`: tokens of each row, which only rows that are kept apart need."""
+        self._prompts = lengths
         self._to = torch.tensor(list(slots), device=device)
         self._from = torch.tensor(list(rows), device=device)
 
@@ -57,7 +68,9 @@ class SlotCache:
         self._at = torch.tensor(list(lengths), device=device)
         self._most = max(lengths) + 1
         self._allowed = None
-        if min(lengths) < max(lengths):
+        if self.apart:
+            self._groups = list(_groups(lengths, device))
+        elif min(lengths) < max(lengths):
             there = torch.arange(self._most, device=device)[None] <= self._at[:, None]
             self._allowed = there[:, None, None, :]
 
@@ -95,6 +108,8 @@ class SlotCache:
             values[self._to, :, :tokens] = value.index_select(0, self._from)
             if self.exact is not None:
                 return self.exact(query, key, value, scaling, None)
+            if self.apart:
+                return self._prompts_apart(query, key, value, scaling)
             out = nn.functional.scaled_dot_product_attention(
                 query, key, value, scale=scaling, is_causal=tokens > 1, enable_gqa=groups > 1
             )
@@ -106,6 +121,8 @@ class SlotCache:
             return self.exact(query, keys[:rows], values[:rows], scaling, self._at)
         # The heads that share keys are rows of one product.
         shared = query.view(rows, heads // groups, groups, query.shape[3])
+        if self.apart:
+            return self._tokens_apart(shared, keys, values, scaling).reshape(rows, 1, heads, query.shape[3])
         out = nn.functional.scaled_dot_product_attention(
             shared,
             keys[:rows, :, : self._most],
@@ -115,8 +132,44 @@ class SlotCache:
         )
         return out.reshape(rows, 1, heads, out.shape[-1])
 
+    def _prompts_apart(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        shared = query.shape[1] != key.shape[1]
+        found = query.new_zeros(query.transpose(1, 2).shape)
+        for row, tokens in enumerate(self._prompts):
+            asked, keys, values = (one[row : row + 1, :, :tokens].contiguous() for one in (query, key, value))
+            out = nn.functional.scaled_dot_product_attention(
+                asked, keys, values, scale=scaling, is_causal=tokens > 1, enable_gqa=shared
+            )
+            found[row, :tokens] = out[0].transpose(0, 1)
+        return found
+
+    def _tokens_apart(self, shared: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
+        found = torch.empty_like(shared)
+        for rows, most, allowed in self._groups:
+            found[rows] = nn.functional.scaled_dot_product_attention(
+                shared[rows], keys[rows, :, :most], values[rows, :, :most], attn_mask=allowed, scale=scaling
+            )
+        return found
+
     def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros((self.slots, like.shape[1], self.room, like.shape[3]))
+        room = _rounded(self.room) if self.apart else self.room
+        return like.new_zeros((self.slots, like.shape[1], room, like.shape[3]))
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // KEYS) * KEYS
+
+
+def _groups(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[Tensor | slice, int, Tensor]]:
+    """Rows that attend over as many keys: which, how many keys, and the ones that each row sees."""
+    alike: dict[int, list[int]] = {}
+    for row, there in enumerate(lengths):
+        alike.setdefault(_rounded(there + 1), []).append(row)
+    for most, rows in alike.items():
+        at = torch.tensor([lengths[row] for row in rows], device=device)
+        allowed = torch.arange(most, device=device)[None] <= at[:, None]
+        which = slice(0, len(rows)) if len(rows) == len(lengths) else torch.tensor(rows, device=device)
+        yield which, most, allowed[:, None, None, :]
 
 
 _cache: ContextVar[SlotCache | None] = ContextVar("slots", default=None)

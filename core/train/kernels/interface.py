@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, Literal, assert_never, get_args
 
@@ -143,10 +146,37 @@ def few_rows(
     x: Tensor, packed: Tensor, scales: list[Tensor], format: Format, block: int, n: int, bias: Tensor | None
 ) -> Tensor | None:
     """x [..., k] times a packed weight [n, k], plus bias, where a backend does that without a dense weight: at most
-    FEW_ROWS rows. None elsewhere. No gradients."""
-    if x.shape[:-1].numel() > FEW_ROWS or not _power_of_two(block):
+    FEW_ROWS rows, or what `rows_alike` says. None elsewhere. No gradients."""
+    if not _power_of_two(block):
         return None
-    return few_rows_with(backend_for(x.device, "gemv"), x, packed, scales, format, block, n, bias)
+    rows, alike = x.shape[:-1].numel(), _alike.get()
+    if rows > FEW_ROWS if alike is None else not alike:
+        return None
+    backend = backend_for(x.device, "gemv")
+    if rows <= FEW_ROWS:
+        return few_rows_with(backend, x, packed, scales, format, block, n, bias)
+    flat = x.reshape(rows, x.shape[-1])
+    found = x.new_empty(rows, n)
+    for at in range(0, rows, FEW_ROWS):
+        part = few_rows_with(backend, flat[at : at + FEW_ROWS], packed, scales, format, block, n, bias)
+        if part is None:
+            return None
+        found[at : at + FEW_ROWS] = part
+    return found.view(*x.shape[:-1], n)
+
+
+_alike: ContextVar[bool | None] = ContextVar("rows alike", default=None)
+
+
+@contextmanager
+def rows_alike(few: bool) -> Iterator[None]:
+    """Within, packed weights are multiplied in one way however many rows there are, so that a row's bits do not depend
+    on their number: by `few_rows`, a few at a time, or never by it."""
+    token = _alike.set(few)
+    try:
+        yield
+    finally:
+        _alike.reset(token)
 
 
 def few_rows_with(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-from torch import nn
 
 from core.errors import SpecError
-from core.train.attention.exact import ROWS, Exact
+from core.train.attention.exact import ROWS, Exact, adapters_at_work
 from core.train.engine import Engine
 from core.train.generation.sampling import Key, SamplingParams
 from core.train.logits import divides
@@ -32,29 +28,12 @@ def compute_exactly(engine: Engine, room: int, temperature: float) -> None:
     try:
         exact.install(engine.model)
         engine.policy.exact = exact
-        with _adapters_at_work(engine.model):
+        with adapters_at_work(engine.model):
             why = engine.without_slots(room) or _differs(engine, head, temperature)
     except NotImplementedError as reason:
         raise _refused(str(reason)) from reason
     if why is not None:
         raise _refused(why)
-
-
-@contextmanager
-def _adapters_at_work(model: nn.Module) -> Iterator[None]:
-    """Give weights that start at 0, such as half of an adapter's, other values: a product with zeros hides how it is
-    rounded."""
-    zero = [weight for weight in model.parameters() if weight.requires_grad and not weight.any()]
-    source = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in zero:
-            weight.copy_(torch.randn(weight.shape, generator=source) / 50)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for weight in zero:
-                weight.zero_()
 
 
 def _differs(engine: Engine, head: OutputHead, temperature: float) -> str | None:

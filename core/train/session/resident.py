@@ -89,6 +89,7 @@ class ResidentBase:
         model: Any = self._peft.base_model
         rows = ["__base__" if name is None else _PREFIX + name for name in names]
         hooks = model._enable_peft_forward_hooks(adapter_names=rows)
+        model.training = False  # PEFT's own mark; the layers are in their mode already
         hooks.__enter__()
         try:
             yield

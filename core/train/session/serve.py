@@ -6,12 +6,15 @@ from __future__ import annotations
 import select
 import socket
 import sys
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor
 
 from core.errors import EftError
 from core.spec.axes.method import Full
@@ -19,7 +22,7 @@ from core.spec.run.exit_codes import EXIT_CHECKPOINTED
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.frames import Frame, FrameError, receive, send
 from core.spec.run.orders import SessionOrder
-from core.spec.session.verbs import OPERATION
+from core.spec.session.verbs import OPERATION, Generate, Verbs
 from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
 from core.train.base.events import EventWriter
@@ -28,13 +31,16 @@ from core.train.base.out_of_memory import is_out_of_memory
 from core.train.base.reading import is_panic
 from core.train.base.stop import Stop, StopRequested
 from core.train.failures import describe
+from core.train.generation.sampling import Completion
 from core.train.model.compute import prepare_compute
 from core.train.model.load import load_tokenizer
 from core.train.run import Run
+from core.train.session.answers import Answer, Plan
 from core.train.session.examples import read_tensors
 from core.train.session.faults import BadOperation
 from core.train.session.resident import ResidentBase
-from core.train.session.shelf import Shelf
+from core.train.session.sampling import Sampler
+from core.train.session.shelf import RESIDENT, Shelf
 from core.train.session.snapshots import load_snapshot, write_snapshot
 from core.train.session.verbs import SessionVerbs
 
@@ -74,6 +80,16 @@ class _Resident:
         write_snapshot(self.folder, self.verbs, self.position)
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A frame that draws answers."""
+
+    resident: _Resident
+    frame: Frame
+    plan: Plan | ValidationError | EftError
+    """Or what is wrong with it."""
+
+
 class _SessionLoop:
     """Operations of one session, and of others that join it on the same base. Only one is computed at a time, and each
     session has adapters, windows and random state of its own: what it comes to is what it comes to alone."""
@@ -87,9 +103,12 @@ class _SessionLoop:
             whole = isinstance(order.spec.method, Full)
             self._base = ResidentBase(run, compute, load_tokenizer(run.tokenizer_dir), whole=whole)
             self._shelf = Shelf(self._base)
+            self._sampler = Sampler(self._base, order.slots, run.check_stop)
             self._seats = 0
             self._own = self._seated(Path(order.session_dir))
         self._sessions = {order.job_id: self._own}
+        self._waiting: dict[str, deque[Frame]] = {}
+        """Frames by their session, the one first whose turn it is."""
         run.events.write("run_record", record=run.about() | compute.about() | self._base.engine.about())
 
     def _seated(self, folder: Path) -> _Resident:
@@ -97,10 +116,10 @@ class _SessionLoop:
         verbs = SessionVerbs(
             self._base,
             self._shelf,
+            self._sampler,
             folder,
             seat=self._seats,
             pass_tokens=self._order.pass_tokens,
-            slots=self._order.slots,
             between=self._run.check_stop,
         )
         self._seats += 1
@@ -119,8 +138,8 @@ class _SessionLoop:
         self._run.phase("serving")
         self._tell({"ready": True, "position": self._own.position, "models": list(self._own.verbs.adapters)})
         try:
-            while (frame := self._next()) is not None:
-                self._answer(frame)
+            while self._hear():
+                self._turn()
         except StopRequested:
             for one in self._sessions.values():
                 one.snapshot()
@@ -128,16 +147,96 @@ class _SessionLoop:
         except (FrameError, ConnectionError) as error:
             print(f"the stream of operations broke off: {error}", file=sys.stderr)
 
-    def _next(self) -> Frame | None:
+    def _hear(self) -> bool:
+        """Read what has come, and wait for it where there is nothing to do; False: the other end is closed."""
         while True:
             self._run.check_stop()
-            readable, _, _ = select.select([self._stream], [], [], LOOK_SECONDS)
+            readable, _, _ = select.select([self._stream], [], [], 0.0 if self._waiting else LOOK_SECONDS)
+            if not readable and self._waiting:
+                return True
             if readable:
-                return receive(self._stream)
+                if (frame := receive(self._stream)) is None:
+                    return False
+                self._waiting.setdefault(self._whose(frame), deque()).append(frame)
+
+    def _whose(self, frame: Frame) -> str:
+        return str(frame.header.get("session", self._order.job_id))
+
+    def _turn(self) -> None:
+        """Answer one frame of the session whose turn it is. Where it draws answers, those that others ask for at the
+        time, or the session next, are drawn in the same batch."""
+        session_id = next(iter(self._waiting))
+        frame = self._take(session_id)
+        if session_id in self._waiting:
+            self._waiting[session_id] = self._waiting.pop(session_id)  # behind the others
+        if _draws(frame):
+            self._draw(frame)
+        else:
+            self._answer(frame)
+
+    def _take(self, session_id: str) -> Frame:
+        frame = self._waiting[session_id].popleft()
+        if not self._waiting[session_id]:
+            del self._waiting[session_id]
+        return frame
+
+    def _draw(self, first: Frame) -> None:
+        """Answer a frame that draws, and others beside it as long as slots are free, one of each session in turn."""
+        taken = [self._planned(first)]
+        more = True
+        while more:
+            more = False
+            for session_id in [*self._waiting]:
+                if self._fits(self._waiting[session_id][0], taken):
+                    taken.append(self._planned(self._take(session_id)))
+                    more = True
+        mixed = [one for one in taken if isinstance(one.plan, Plan) and one.plan.mixes]
+        together: dict[int, list[list[Completion]]] = {}
+        if len(mixed) > 1:
+            try:
+                found = self._sampler.answer([one.plan.draw for one in mixed if isinstance(one.plan, Plan)])
+                together = {id(one): answers for one, answers in zip(mixed, found, strict=True)}
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise  # each is tried by itself
+        for one in taken:
+            self._reply(one.resident, one.frame, self._drawn(one, together.get(id(one))))
+
+    def _fits(self, frame: Frame, taken: list[_Asked]) -> bool:
+        """Whether a frame may be answered in one batch with others."""
+        plans = [one.plan for one in taken if isinstance(one.plan, Plan)]
+        if not _draws(frame) or sum(plan.draw.answers for plan in plans) >= self._sampler.slots:
+            return False
+        folders = {plan.asked.folder for plan in plans} | {frame.header["op"].get("folder")}
+        return len(folders - {None}) <= RESIDENT
+
+    def _planned(self, frame: Frame) -> _Asked:
+        one = self._sessions[self._whose(frame)]
+
+        def plan() -> Plan:
+            operation, tensors = _read(frame)
+            assert isinstance(operation, Generate)
+            one.verbs.exact = bool(frame.header.get("exact"))
+            return one.verbs.answers.plan(operation, tensors)
+
+        try:
+            return _Asked(one, frame, one.verbs.guarded(plan))
+        except (ValidationError, EftError) as error:
+            return _Asked(one, frame, error)
+
+    def _drawn(self, asked: _Asked, answers: list[list[Completion]] | None) -> Frame:
+        plan, verbs = asked.plan, asked.resident.verbs
+
+        def compute() -> Answer:
+            if not isinstance(plan, Plan):
+                raise plan
+            return verbs.answers.one(plan) if answers is None else verbs.answers.told(plan, answers)
+
+        return self._computed(asked.frame, lambda: verbs.guarded(compute))
 
     def _answer(self, frame: Frame) -> None:
         header = frame.header
-        number, session_id = header.get("id"), str(header.get("session", self._order.job_id))
+        number, session_id = header.get("id"), self._whose(frame)
         if "join" in header:
             self._tell({"id": number} | self._join(session_id, Path(header["join"])))
             return
@@ -152,20 +251,29 @@ class _SessionLoop:
             one.snapshot()
             self._tell({"id": number, "ok": True, "result": {"position": one.position}})
             return
-        try:
-            operation = OPERATION.validate_python(header.get("op"))
-            tensors = read_tensors(frame.body) if frame.body else {}
+
+        def compute() -> Answer:
             one.verbs.exact = bool(header.get("exact"))
-            result, found = one.verbs.do(operation, tensors, header.get("identity"))
-            answer = Frame({"id": number, "ok": True, "result": result}, tensors_to_bytes(found) if found else b"")
+            return one.verbs.do(*_read(frame), header.get("identity"))
+
+        self._reply(one, frame, self._computed(frame, compute))
+
+    def _computed(self, frame: Frame, compute: Callable[[], Answer]) -> Frame:
+        """What an operation came to, or what was wrong with it."""
+        number = frame.header.get("id")
+        try:
+            result, found = compute()
+            return Frame({"id": number, "ok": True, "result": result}, tensors_to_bytes(found) if found else b"")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             field = ".".join(str(part) for part in first["loc"][1:])
             bad = BadOperation(f"{field or 'op'}: {first['msg']}", field=field or "op")
-            answer = Frame({"id": number, "ok": False, "error": bad.as_dict()})
+            return Frame({"id": number, "ok": False, "error": bad.as_dict()})
         except EftError as error:
-            answer = Frame({"id": number, "ok": False, "error": error.as_dict()})
-        if (position := header.get("position")) is not None:
+            return Frame({"id": number, "ok": False, "error": error.as_dict()})
+
+    def _reply(self, one: _Resident, frame: Frame, answer: Frame) -> None:
+        if (position := frame.header.get("position")) is not None:
             one.position = int(position)
         send(self._stream, answer)
 
@@ -184,3 +292,13 @@ class _SessionLoop:
 
     def _tell(self, header: dict[str, Any]) -> None:
         send(self._stream, Frame(header))
+
+
+def _draws(frame: Frame) -> bool:
+    operation = frame.header.get("op")
+    return isinstance(operation, dict) and operation.get("op") == "generate"
+
+
+def _read(frame: Frame) -> tuple[Verbs, dict[str, Tensor]]:
+    """Raises ValidationError and BadOperation."""
+    return OPERATION.validate_python(frame.header.get("op")), read_tensors(frame.body) if frame.body else {}

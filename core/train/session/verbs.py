@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 import torch
 from torch import Tensor
@@ -31,26 +30,25 @@ from core.train.base.out_of_memory import is_out_of_memory
 from core.train.batch import Batch
 from core.train.checkpoint import store
 from core.train.engine import Engine
-from core.train.generation.sampling import Completion, SamplingParams
 from core.train.policy import PolicyModel
 from core.train.session.adapter import STATE, SessionAdapter
+from core.train.session.answers import Answer, Answers
 from core.train.session.examples import (
     CHOICES,
     SessionExample,
     batch_of,
-    last_targets,
     passes,
     read_examples,
-    read_rows,
     spread,
 )
 from core.train.session.faults import BadOperation, NoSuchModel, check_finite
-from core.train.session.losses import check_loss, logprobs_and_likeliest, logprobs_of, loss_sum, rows_together
+from core.train.session.losses import check_loss, logprobs_of, loss_sum, rows_together
 from core.train.session.resident import ResidentBase
+from core.train.session.sampling import Sampler
 from core.train.session.shelf import Shelf, check_adapter, method_of
 from core.train.stage import Loss, Totals
 
-Answer = tuple[dict[str, Any], dict[str, Tensor]]
+T = TypeVar("T")
 
 
 class SessionVerbs:
@@ -60,16 +58,17 @@ class SessionVerbs:
         self,
         base: ResidentBase,
         shelf: Shelf,
+        sampler: Sampler,
         folder: Path,
         *,
         seat: int = 0,
         pass_tokens: int,
-        slots: int,
         between: Callable[[], None],
     ) -> None:
         """`seat`: number of the session among those that share the base."""
         self.base, self.shelf, self.saved, self._seat = base, shelf, folder / SAVED, seat
-        self._most_tokens, self.slots, self.between = pass_tokens, slots, between
+        self._most_tokens, self.between = pass_tokens, between
+        self.answers = Answers(self, sampler)
         self.exact = False
         """Each example goes through the model alone, and what is generated is told as a forward pass sees it."""
         self.adapters: dict[str, SessionAdapter] = {}
@@ -91,8 +90,12 @@ class SessionVerbs:
     def do(self, asked: Verbs, tensors: dict[str, Tensor], identity: str | None = None) -> Answer:
         """Compute one operation. BadOperation: nothing has changed. `identity` tells operations apart: one that is
         computed again, after a crash, finds what it has written."""
+        return self.guarded(lambda: self._do(asked, tensors, identity))
+
+    def guarded(self, compute: Callable[[], T]) -> T:
+        """Compute something. BadOperation where memory has not sufficed."""
         try:
-            return self._do(asked, tensors, identity)
+            return compute()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -124,13 +127,13 @@ class SessionVerbs:
                 self._find(asked.model).begin().zero_grad()
                 return {"model": asked.model}, {}
             case Generate():
-                return self._generate(asked, tensors)
+                return self.answers.one(self.answers.plan(asked, tensors))
             case Logprobs():
-                examples = self._examples(tensors)
+                examples = self.examples(tensors)
                 if CHOICES in examples[0].values:
                     raise BadOperation("`logprobs` is of one target a token; `forward` takes several", field="targets")
-                with self._reading(asked) as engine:
-                    found = self._logprobs(engine, examples)
+                with self.reading(asked) as engine:
+                    found = self.logprobs(engine, examples)
                 return {"targets": _targets(examples)}, {"logprobs": spread(examples, found)}
             case Save():
                 return self._save(asked, identity), {}
@@ -140,7 +143,7 @@ class SessionVerbs:
     # --- passes
 
     def _forward(self, asked: Forward, tensors: dict[str, Tensor]) -> Answer:
-        examples = self._examples(tensors)
+        examples = self.examples(tensors)
         check_loss(asked.loss, examples)
         engine = self._find(asked.model).begin()
         total, found = 0.0, list[Tensor]()
@@ -159,7 +162,7 @@ class SessionVerbs:
         return {"loss": total, "targets": _targets(examples)}, _told(examples, found)
 
     def _forward_backward(self, asked: ForwardBackward, tensors: dict[str, Tensor]) -> Answer:
-        examples = self._examples(tensors)
+        examples = self.examples(tensors)
         check_loss(asked.loss, examples)
         adapter = self._find(asked.model)
         engine = adapter.begin()
@@ -184,7 +187,7 @@ class SessionVerbs:
         result = {"loss": total, "targets": _targets(examples), "micro_steps": engine.micro_steps}
         return result, _told(examples, found)
 
-    def _logprobs(self, engine: Engine, examples: list[SessionExample]) -> list[Tensor]:
+    def logprobs(self, engine: Engine, examples: list[SessionExample]) -> list[Tensor]:
         found = list[Tensor]()
         for places in passes(examples, self.pass_tokens):
             self.between()
@@ -192,125 +195,6 @@ class SessionVerbs:
             check_finite(seen)
             found += seen
         return found
-
-    def _generate(self, asked: Generate, tensors: dict[str, Tensor]) -> Answer:
-        if odd := sorted(tensors.keys() - {"tokens", "lengths", "targets"}):
-            words = f"there is no array `{odd[0]}`; a prompt is `tokens` and `lengths`, and may have `targets`"
-            raise BadOperation(words, field=odd[0])
-        longest = None if self.base.longest is None else self.base.longest - asked.max_tokens
-        if longest is not None and longest < 1:
-            words = f"the model has {self.base.longest} positions, prompt and answer together"
-            raise BadOperation(words, field="max_tokens", code="beyond_positions")
-        for field, most in {"prompt_top": asked.prompt_top, "sample_top": asked.sample_top}.items():
-            if most > self.base.vocabulary:
-                words = f"the model has {self.base.vocabulary} tokens, and {most} of them are asked for"
-                raise BadOperation(words, field=field)
-        prompts = [row.tolist() for row in read_rows(tensors, self.base.vocabulary, longest)]
-        end = self.base.tokenizer.eos_token_id
-        stops = ([] if end is None else [int(end)]) if asked.stop_token_ids is None else asked.stop_token_ids
-        params = SamplingParams(
-            asked.max_tokens,
-            asked.temperature,
-            asked.top_p,
-            asked.top_k,
-            asked.min_p,
-            tuple(stops),
-            tuple(asked.stop),
-            likeliest=asked.sample_top,
-        )
-        keys = [[(asked.seed, at, sample) for sample in range(asked.num_samples)] for at in range(len(prompts))]
-        with self._reading(asked) as engine:
-            answers = engine.complete(
-                prompts, keys, params, slots=self.slots, decode=self.base.tokenizer.decode, between=self.between
-            )
-            looked = asked.prompt_logprobs or asked.prompt_top
-            of_prompts = self._of_prompts(engine, asked, tensors) if looked else {}
-            if "targets" in tensors:
-                of_prompts["prompt_target_logprobs"] = self._of_targets(engine, tensors)
-                of_prompts["prompt_targets"] = tensors["targets"]
-            if self.exact and asked.temperature in (0.0, 1.0):
-                answers = self._as_forward(engine, prompts, answers)
-        flat = [one for mine in answers for one in mine]
-        result = {"num_samples": asked.num_samples, "finished": [one.finished for one in flat]}
-        if most := asked.sample_top:
-            told = [place for one in flat for place in one.likeliest]
-            ids = torch.tensor([which for which, _ in told], dtype=torch.int32).view(-1, most)
-            values = torch.tensor([best for _, best in told], dtype=torch.float32).view(-1, most)
-            of_prompts |= {"top_tokens": ids, "top_logprobs": values}
-        found = of_prompts | {
-            "tokens": torch.tensor([token for one in flat for token in one.tokens], dtype=torch.int32),
-            "lengths": torch.tensor([len(one.tokens) for one in flat], dtype=torch.int32),
-            "logprobs": torch.tensor([value for one in flat for value in one.logprobs], dtype=torch.float32),
-        }
-        check_finite([*found.values()])
-        return result, found
-
-    def _as_forward(
-        self, engine: Engine, prompts: list[list[int]], answers: list[list[Completion]]
-    ) -> list[list[Completion]]:
-        """The same answers with the log-probabilities that `forward` finds, each example by itself, for the tokens of
-        prompt and answer."""
-        found = []
-        for prompt, mine in zip(prompts, answers, strict=True):
-            wholes = [torch.tensor([*prompt, *one.tokens]) for one in mine]
-            examples = [SessionExample(whole[:-1], whole[1:], {}) for whole in wholes]
-            seen = self._logprobs(engine, examples)
-            found.append(
-                [
-                    replace(one, logprobs=values[len(prompt) - 1 :].tolist())
-                    for one, values in zip(mine, seen, strict=True)
-                ]
-            )
-        return found
-
-    def _of_targets(self, engine: Engine, tensors: dict[str, Tensor]) -> Tensor:
-        """Log-probabilities of targets that the caller names for the places of prompts, 0 for targets below 0: float32
-        [tokens, choices]."""
-        targets = tensors["targets"]
-        given = {name: tensors[name] for name in ("tokens", "lengths")} | {"targets": targets.clamp(min=0)}
-        examples = self._examples(given | {"weights": torch.ones(targets.shape)})  # several targets come with weights
-        if CHOICES not in examples[0].values:
-            raise BadOperation("`targets` of prompts are of shape [tokens, choices]", field="targets")
-        found = list[Tensor]()
-        for places in passes(examples, self.pass_tokens):
-            self.between()
-            batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
-            seen = engine.evaluate(batch, logprobs_of)
-            found += torch.split(seen, batch.label_counts())
-        return spread(examples, found).view(targets.shape).masked_fill(targets < 0, 0.0)
-
-    def _of_prompts(self, engine: Engine, asked: Generate, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Log-probabilities of the prompts' tokens, and the likeliest tokens in their places: a token's are at the
-        place of the one before it, 0 where nothing is asked."""
-        examples = self._examples({name: tensors[name] for name in ("tokens", "lengths")})
-        if asked.prompt_last is not None:
-            examples = [last_targets(example, asked.prompt_last) for example in examples]
-        places = [at for at, example in enumerate(examples) if bool(example.asked.any())]
-        chosen, most = [examples[at] for at in places], asked.prompt_top
-        own = [torch.zeros(0) for _ in examples]
-        likeliest = [torch.zeros(0, most) for _ in examples]
-        ids = [torch.zeros(0, most, dtype=torch.int32) for _ in examples]
-        if most:
-            for at, (mine, best, which) in zip(places, self._likeliest(engine, chosen, most), strict=True):
-                own[at], likeliest[at], ids[at] = mine, best, which.to(torch.int32)
-        else:
-            for at, mine in zip(places, self._logprobs(engine, chosen), strict=True):
-                own[at] = mine
-        found = {"prompt_logprobs": spread(examples, own)} if asked.prompt_logprobs else {}
-        if not most:
-            return found
-        tops = {"prompt_top_logprobs": spread(examples, likeliest), "prompt_top_tokens": spread(examples, ids)}
-        return found | {name: flat.view(-1, most) for name, flat in tops.items()}
-
-    def _likeliest(
-        self, engine: Engine, examples: list[SessionExample], most: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """What `logprobs_and_likeliest` finds for each example."""
-        for places in passes(examples, self.pass_tokens):
-            self.between()
-            batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
-            found = engine.evaluate(batch, lambda policy, batch: logprobs_and_likeliest(policy, batch, most))
-            yield from zip(*(torch.split(each.cpu(), batch.label_counts()) for each in found), strict=True)
 
     # --- adapters and their folders
 
@@ -367,7 +251,7 @@ class SessionVerbs:
             self.base.read_adapter(known.key, folder)
         return known.about()
 
-    def _examples(self, tensors: dict[str, Tensor]) -> list[SessionExample]:
+    def examples(self, tensors: dict[str, Tensor]) -> list[SessionExample]:
         return read_examples(tensors, self.base.vocabulary, self.base.longest)
 
     def _find(self, name: str) -> SessionAdapter:
@@ -380,16 +264,19 @@ class SessionVerbs:
         if name in self.adapters:
             raise BadOperation(f"the session has a model `{name}` already", field="model", code="session_name_taken")
 
-    def _reading(self, asked: Generate | Logprobs) -> Any:
+    def adapter_of(self, asked: Generate | Logprobs) -> SessionAdapter | None:
+        """An adapter of the session, or a saved one; None: the base alone."""
+        if asked.folder is None:
+            return None if asked.model is None else self._find(asked.model)
+        if self.base.whole:
+            words = "the session trains the model itself: load what was saved, or open a session with adapters"
+            raise BadOperation(words, field="folder")
+        return self.shelf.take(Path(asked.folder))
+
+    def reading(self, asked: Generate | Logprobs) -> Any:
         """A context with the engine of an adapter, of a saved one, or of the base alone."""
-        if asked.folder is not None:
-            if self.base.whole:
-                words = "the session trains the model itself: load what was saved, or open a session with adapters"
-                raise BadOperation(words, field="folder")
-            return _As(self.shelf.take(Path(asked.folder)).begin())
-        if asked.model is None:
-            return self.base.alone()
-        return _As(self._find(asked.model).begin())
+        adapter = self.adapter_of(asked)
+        return self.base.alone() if adapter is None else _As(adapter.begin())
 
 
 class _As:

@@ -12,8 +12,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from sqlalchemy.orm import Session
 
 from core.base import bells
 from core.base.files import write_private
@@ -36,6 +38,8 @@ QUICK_SECONDS = 10.0
 SNAPSHOT_SECONDS = 60.0
 """Computation after which a snapshot is taken, so that no more has to be replayed."""
 SNAPSHOT_OPERATIONS = 500
+RUN_ANSWERS = 64
+"""Answers that a session asks its child for at once; a child draws as many in one batch."""
 
 
 class SessionBridge:
@@ -123,10 +127,10 @@ class SessionBridge:
             rows = self._database.read(lambda session: session_log.undone(session, self._token.job_id, self._position))
             if rows is None:
                 return
-            for row in rows:
+            for run in _runs(rows):
                 if self._ended.is_set():
                     return
-                self._pass_on(row)
+                self._pass_on(run)
                 quiet_since = time.monotonic()
             if rows:
                 self._rung = self._woken
@@ -144,49 +148,59 @@ class SessionBridge:
         else:
             self._woken = self._bell.wait(seconds)
 
-    def _pass_on(self, row: SessionOperation) -> None:
-        """Have one operation computed, and write down what it came to unless that was done before."""
-        replayed = row.done_at is not None
-        reading = row.operation["op"] in READ_ONLY
-        if replayed and (reading or row.error is not None):
-            self._position = row.position  # it has left no trace
+    def _pass_on(self, rows: Sequence[SessionOperation]) -> None:
+        """Have operations computed, and write down what they came to unless that was done before."""
+        first = rows[0]
+        replayed = first.done_at is not None
+        reading = first.operation["op"] in READ_ONLY
+        if replayed and (reading or first.error is not None):
+            self._position = first.position  # it has left no trace
             return
-        tensors = session_log.tensors_path(self._folder, row.position).read_bytes() if row.tensor_bytes else b""
         began = time.monotonic()
-        header = {"id": row.position, "position": row.position, "identity": f"{row.sha256}-{row.position}"}
-        header |= {"session": self._token.job_id, "exact": self._exact, "op": row.operation}
-        answer = self._line.ask(Frame(header, tensors))
+        answers = self._line.ask_all([self._frame(row) for row in rows])
         self._worked += time.monotonic() - began
-        self._position = row.position
-        self._unsaved += not reading
+        self._position = rows[-1].position
+        self._unsaved += 0 if reading else len(rows)
         if replayed:
-            self._compare(row, answer)
+            self._compare(first, answers[0])
         else:
-            self._write(row.position, answer)
+            self._write(rows, answers)
         if self._worked > SNAPSHOT_SECONDS or self._unsaved >= SNAPSHOT_OPERATIONS:
             self._take_snapshot()
 
-    def _write(self, position: int, answer: Frame) -> None:
-        sha256 = None
-        if answer.body:
-            sha256 = hashlib.sha256(answer.body).hexdigest()
-            write_private(session_log.result_path(self._folder, position), answer.body)
-        written = self._database.write(
-            lambda session: session_log.answer(
-                session,
-                self._token,
-                position,
-                result=answer.header.get("result"),
-                error=answer.header.get("error"),
-                size=len(answer.body),
-                sha256=sha256,
+    def _frame(self, row: SessionOperation) -> Frame:
+        tensors = session_log.tensors_path(self._folder, row.position).read_bytes() if row.tensor_bytes else b""
+        header = {"position": row.position, "identity": f"{row.sha256}-{row.position}"}
+        header |= {"session": self._token.job_id, "exact": self._exact, "op": row.operation}
+        return Frame(header, tensors)
+
+    def _write(self, rows: Sequence[SessionOperation], answers: Sequence[Frame]) -> None:
+        """Of all of them in one transaction: their callers wait."""
+        sums: list[str | None] = []
+        for row, answer in zip(rows, answers, strict=True):
+            sums.append(hashlib.sha256(answer.body).hexdigest() if answer.body else None)
+            if answer.body:
+                write_private(session_log.result_path(self._folder, row.position), answer.body)
+
+        def write(session: Session) -> bool:
+            return all(
+                session_log.answer(
+                    session,
+                    self._token,
+                    row.position,
+                    result=answer.header.get("result"),
+                    error=answer.header.get("error"),
+                    size=len(answer.body),
+                    sha256=sha256,
+                )
+                for row, answer, sha256 in zip(rows, answers, sums, strict=True)
             )
-        )
-        if not written:
+
+        if not self._database.write(write):
             self._lose()
             self._ended.set()
             return
-        bells.ring(self._bells, "api-*", f"{self._token.job_id}.{position}")
+        bells.ring(self._bells, "api-*", f"{self._token.job_id}.{rows[-1].position}")
 
     def _compare(self, row: SessionOperation, answer: Frame) -> None:
         sha256 = hashlib.sha256(answer.body).hexdigest() if answer.body else None
@@ -198,7 +212,7 @@ class SessionBridge:
             )
 
     def _take_snapshot(self) -> None:
-        answer = self._line.ask(Frame({"id": 0, "session": self._token.job_id, "snapshot": True}))
+        answer = self._line.ask(Frame({"session": self._token.job_id, "snapshot": True}))
         if not answer.header["ok"]:
             raise FrameError(f"no snapshot was taken: {answer.header.get('error')}")
         position, older = int(answer.header["result"]["position"]), self._snapshot
@@ -208,3 +222,25 @@ class SessionBridge:
 
     def _park(self) -> bool:
         return bool(self._database.write(lambda session: session_log.park(session, self._token, self._idle_seconds)))
+
+
+def _runs(rows: Sequence[SessionOperation]) -> Iterator[list[SessionOperation]]:
+    """The operations in their order; those that draw answers, one after another, together, as many as the child may
+    take into one batch."""
+    run: list[SessionOperation] = []
+    for row in rows:
+        draws = row.operation["op"] == "generate" and row.done_at is None
+        if run and not (draws and sum(map(_weight, run)) + _weight(row) <= RUN_ANSWERS):
+            yield run
+            run = []
+        run.append(row)
+        if not draws:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _weight(row: SessionOperation) -> int:
+    """Answers that an operation asks for, at least; or more, where it is large."""
+    return max(int(row.operation["num_samples"]), row.tensor_bytes >> 14)

@@ -130,7 +130,7 @@ class GuestAttempt:
         return None
 
     def _frame(self, verb: str, value: object = True) -> Frame:
-        return Frame({"id": 0, "session": self.token.job_id, verb: value})
+        return Frame({"session": self.token.job_id, verb: value})
 
     def _gives_up(self, seconds: float) -> bool:
         return self.lost.is_set() or self.site.abandon.wait(seconds)

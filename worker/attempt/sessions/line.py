@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.jobs.lifecycle.finish import Failed, Outcome, Requeued
@@ -14,26 +14,42 @@ from worker.attempt.child import Child
 
 
 class SessionLine:
-    """Frames to a child and its answers, one at a time. Who has come first has the first turn, and each session asks
-    for one thing at a time, so that all of them get on alike."""
+    """Frames to a child and its answers. Each session waits for its own; the child takes the frames of the sessions in
+    turns, and several at once where it can."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
-        self._turns = threading.Condition()
-        self._taken = self._over = 0
+        self._sending = threading.Lock()
+        self._news = threading.Condition()
+        self._asked = 0
+        self._answers: dict[int, Frame] = {}
+        self._fault: Exception | None = None
+        self._reader = threading.Thread(target=self._read, name="eft-session-line", daemon=True)
 
     def hello(self) -> Frame | None:
-        """Wait for the child's first word; None: it has ended before."""
-        return receive(self._stream)
+        """Wait for the child's first word; None: it has ended before. Call it once, before all else."""
+        first = receive(self._stream)
+        if first is not None:
+            self._reader.start()  # always: a child that cannot send its answers takes no frames
+        return first
 
     def ask(self, frame: Frame) -> Frame:
         """Raises FrameError and OSError where the child has gone."""
-        with self._turn():
-            send(self._stream, frame)
-            answer = receive(self._stream)
-        if answer is None:
-            raise FrameError("the child closed the stream before it had answered")
+        (answer,) = self.ask_all([frame])
         return answer
+
+    def ask_all(self, frames: Sequence[Frame]) -> list[Frame]:
+        """Send the frames of one session, and wait for the answers to all of them. Raises as `ask`."""
+        with self._sending:
+            numbers = range(self._asked, self._asked + len(frames))
+            self._asked += len(frames)
+            for number, frame in zip(numbers, frames, strict=True):
+                send(self._stream, Frame(frame.header | {"id": number}, frame.body))
+        with self._news:
+            self._news.wait_for(lambda: self._fault is not None or all(one in self._answers for one in numbers))
+            if self._fault is not None:
+                raise FrameError(f"the child did not answer: {self._fault}") from self._fault
+            return [self._answers.pop(one) for one in numbers]
 
     def shut(self) -> None:
         """End it for all who wait; safe to call from any thread."""
@@ -41,20 +57,23 @@ class SessionLine:
             self._stream.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Call it after `shut`."""
+        if self._reader.ident is not None:
+            self._reader.join()
         self._stream.close()
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._turns:
-            mine = self._taken
-            self._taken += 1
-            self._turns.wait_for(lambda: self._over == mine)
+    def _read(self) -> None:
+        fault: Exception = FrameError("it closed the stream")
         try:
-            yield
-        finally:
-            with self._turns:
-                self._over += 1
-                self._turns.notify_all()
+            while (answer := receive(self._stream)) is not None:
+                with self._news:
+                    self._answers[int(answer.header["id"])] = answer
+                    self._news.notify_all()
+        except (FrameError, OSError, KeyError, TypeError, ValueError) as error:
+            fault = error
+        with self._news:
+            self._fault = fault
+            self._news.notify_all()
 
 
 @dataclass(slots=True)
