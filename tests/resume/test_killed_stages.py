@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from core.train.base.rng import seed_all
 from core.train.model.heads import with_head
 from core.train.model.load import load_model
 from tests.support.grader import grader
-from tests.support.killed import killed
+from tests.support.killed import kill_after
 from tests.support.mixtures import saved
 from tests.support.preferences import judged
 from tests.support.random_kills import ENVIRONMENT_OF_TWO_TURNS
 from tests.support.rewards import margins
-from tests.support.trainer import ENVIRONMENT, events, run, weights, write_rows, write_run
+from tests.support.trainer import events, run, weights, write_rows, write_run
 
 ROWS, STEPS = 12, 3
 REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluation.reference:sync"
@@ -119,7 +120,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ended(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Path, int]]]:
-    """The attempts of each stage and their exit statuses; the processes are forked from one that has imported torch."""
+    """The attempts of each stage and their exit statuses."""
     base = tmp_path_factory.mktemp("killed")
     found: dict[str, list[tuple[Path, int]]] = {stage: [] for stage in CASES}
     turns = [(stage, place) for stage, case in CASES.items() for place in (*case.places, "")]
@@ -127,11 +128,8 @@ def ended(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for folder, (stage, _) in zip(folders, turns, strict=True):
         earlier = [path for path, (of, _) in zip(folders, turns, strict=True) if of == stage and path.exists()]
         write(folder, tiny_dir, stage, resume_from=earlier[::-1])
-    places = [place for _, place in turns][:-1]
-    with killed("tests.support.killed_training", places, [str(base / "attempt-{try}")], ENVIRONMENT) as tries:
-        for folder, (stage, _), (code, told) in zip(folders, turns, tries, strict=True):
-            (folder / "log.txt").write_text(told)
-            found[stage].append((folder, code))
+    for folder, (stage, place) in zip(folders, turns, strict=True):
+        found[stage].append((folder, run(folder, prepare=partial(kill_after, place) if place else None)))
     return found
 
 

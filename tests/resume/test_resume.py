@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_OK
 from core.train.base.stop import Stop
 from core.train.checkpoint import store
 from tests.support.trainer import (
@@ -57,7 +56,7 @@ METHODS = {
     "packed": AXES
     | {"batching": {"type": "packed", "tokens_per_batch": 48}, "memory": {"activation_offloading": True}},
 }
-ATTENDED = {"training": AXES["training"] | {"max_steps": 40}, "checkpoint": {"type": "disk", "save_steps": 5}}
+ATTENDED = {"training": AXES["training"] | {"max_steps": 24}, "checkpoint": {"type": "disk", "save_steps": 3}}
 
 
 class StopAt(Stop):
@@ -162,20 +161,18 @@ def test_real_processes_killed_and_stopped(
         cache = folder.parents[len(before)] / "cache"
         return write_run(folder, tiny_dir, rows[0], resume_from=list(before), cache_dir=cache, **axes)
 
-    first, code = disturbed(lambda turn: attempt(tmp_path / turn / "attempt-1"), 12, signal.SIGKILL)
+    first, code = disturbed(lambda turn: attempt(tmp_path / turn / "attempt-1"), 7, signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert events(first, "checkpoint")
 
-    second, code = disturbed(lambda turn: attempt(first.parent / turn / "attempt-2", first), 10, signal.SIGTERM)
+    second, code = disturbed(lambda turn: attempt(first.parent / turn / "attempt-2", first), 6, signal.SIGTERM)
     assert code == EXIT_CHECKPOINTED, log(second)
     cache = first.parent / "cache"
     (left,) = events(second, "checkpoint")[-1:]
     assert events(second)[-1] == left, "the checkpoint is the last word"
 
     third = write_run(tmp_path / "attempt-3", tiny_dir, rows[0], resume_from=[second, first], cache_dir=cache, **axes)
-    # A process that has imported for itself goes on to the same bits as a fork.
-    code = start(third).wait(250) if method == "lora" else run(third)
-    assert code == EXIT_OK, log(third)
+    assert run(third) == EXIT_OK, log(third)
     resumed = events(third, "resumed")[0]
     assert (resumed["step"], resumed["micro_step"]) == (left["step"], left["micro_step"])
     assert not notices(third)
@@ -312,9 +309,15 @@ def test_silence_ends_it_at_once(tiny_dir: Path, rows: tuple[Path, Path], tmp_pa
     """The worker's end of the heartbeat is closed in mid-run: exit 76, and not a word more in the events."""
     endless = {"training": AXES["training"] | {"max_steps": 100_000}}
     run_dir = write_run(tmp_path / "run", tiny_dir, rows[0], fence_seconds=900.0, **AXES | endless)
-    process = start(run_dir, stdin=subprocess.PIPE)
+    heard, worker = os.pipe()
+
+    def listen() -> None:
+        os.dup2(heard, 0)
+        os.close(worker)
+
+    process = Forked(run_dir, prepare=listen)
     wait_until(lambda: len(events(run_dir, "metrics")) >= 3, process)
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(250) == 76
+    os.close(worker)
+    assert process.wait() == EXIT_FENCED
+    os.close(heard)
     assert events(run_dir)[-1]["type"] not in ("result", "error")

@@ -77,6 +77,7 @@ def main() -> None:
 
 
 def kill_after(place: str) -> None:
+    """Have this process killed at the place; see the module."""
     path, _, times = place.partition("#")
     module, _, name = path.partition(":")
     *owners, last = name.split(".")

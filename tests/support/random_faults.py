@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,21 +190,26 @@ def damaged(draw: random.Random, attempts: list[Path], met: set[Path]) -> str | 
     return kind
 
 
-def main() -> int:
-    model, folder, seeds = Path(sys.argv[1]), Path(sys.argv[2]), [int(seed) for seed in sys.argv[3:]]
+def faults(model: Path, folder: Path, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """What became of each of the seeds; see the module."""
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "rows.jsonl", pairs(17))
     calm = write_run(folder / "calm", model, folder / "rows.jsonl", **AXES)
     if (code := run(calm)) != EXIT_OK:
         raise SystemExit(f"the undisturbed run ended with {code}: {(calm / 'log.txt').read_text()}")
-    bad = 0
     for seed in seeds:
-        faults, wrong = disturbed(model, folder, seed)
-        print(json.dumps({"seed": seed, "faults": faults, "wrong": wrong}), flush=True)
-        bad += wrong is not None
+        met, wrong = disturbed(model, folder, seed)
         if wrong is None:
             shutil.rmtree(folder / f"job-{seed}")
             Snapshots(folder / "memory", folder).forget(f"job-{seed}")
+        yield {"seed": seed, "faults": met, "wrong": wrong}
+
+
+def main() -> int:
+    bad = 0
+    for told in faults(Path(sys.argv[1]), Path(sys.argv[2]), [int(seed) for seed in sys.argv[3:]]):
+        print(json.dumps(told), flush=True)
+        bad += told["wrong"] is not None
     return int(bad > 0)
 
 

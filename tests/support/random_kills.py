@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -192,11 +192,10 @@ def prompts_wrong(attempts: list[Path], calm: Path, prompts: int) -> str | None:
     return None
 
 
-def main() -> int:
-    model, folder, prompts, most = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    bad = 0
+def kills(model: Path, folder: Path, prompts: int, most: int, seeds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What became of each of the seeds, `STAGE:SEED`; see the module."""
     calls: dict[str, Counter[str]] = {}
-    for argument in sys.argv[5:]:
+    for argument in seeds:
         stage, _, seed = argument.partition(":")
         place = folder / stage
         if stage not in calls:
@@ -204,10 +203,17 @@ def main() -> int:
             write_rows(place / ROWS, [{"prompt": f"say a letter, number {n}"} for n in range(prompts)])
             calls[stage] = undisturbed(place / "calm", model, stage, prompts)
         found = disturbed(place / seed, model, stage, prompts, most, int(seed), calls[stage])
-        print(json.dumps(found), flush=True)
-        bad += found["wrong"] is not None
         if found["wrong"] is None:
             shutil.rmtree(place / seed)
+        yield found
+
+
+def main() -> int:
+    model, folder, prompts, most = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    bad = 0
+    for found in kills(model, folder, prompts, most, sys.argv[5:]):
+        print(json.dumps(found), flush=True)
+        bad += found["wrong"] is not None
     return int(bad > 0)
 
 
