@@ -23,6 +23,7 @@ from core.spec.axes.model import GGUFModel
 from core.spec.run.exit_codes import EXIT_OK
 from core.spec.run.orders import PrepareOrder
 from core.train.hub.gguf import read_header
+from core.train.hub.gguf_once import read_once
 from core.train.prepare.models import Prepared, prepare_model
 from tests.support.tiny_gguf import HEADS, HIDDEN, write_gguf
 
@@ -67,6 +68,24 @@ def test_values_are_kept_exactly_in_the_smallest_dtype(tmp_path: Path, kind: Kin
     assert "quantization_config" not in config and config["architectures"] == ["LlamaForCausalLM"]
     model = AutoModelForCausalLM.from_pretrained(prepared.model_dir, local_files_only=True)
     assert model.dtype is getattr(torch, dtype)
+
+
+def test_one_reading_serves_a_conversion_and_says_the_same(tmp_path: Path) -> None:
+    path = str(write_gguf(tmp_path / "tiny.gguf", Kind.Q4_0))
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+    with read_once():
+        ours, table = gguf.GGUFReader(path), gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+        assert gguf.GGUFReader(path) is ours and gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2) is table
+        assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 3) is not table
+    assert gguf.GGUFReader is reader and gguf.get_tensor_name_map is names
+    theirs = reader(path)
+    assert ours.fields.keys() == theirs.fields.keys() and table.mapping == names(gguf.MODEL_ARCH.LLAMA, 2).mapping
+    for one, other in zip(ours.fields.values(), theirs.fields.values(), strict=True):
+        assert (one.data, one.types) == (other.data, other.types)
+        assert [part.tolist() for part in one.parts] == [part.tolist() for part in other.parts]
+    for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
+        assert (mine.name, mine.tensor_type) == (other.name, other.tensor_type)
+        assert mine.data.tolist() == other.data.tolist()
 
 
 def test_same_bytes_are_converted_once_wherever_they_lie(tmp_path: Path) -> None:

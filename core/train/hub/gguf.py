@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from core.errors import EftError, ModelError
 from core.plan.models.config import MOST, MOST_EXPERTS, MOST_LAYERS
 from core.train.base.disk import disk_full
+from core.train.hub.gguf_once import read_once
 from core.train.hub.model_files import unreadable
 
 if TYPE_CHECKING:
@@ -151,10 +152,11 @@ def convert(path: Path, folder: Path, *, field: str) -> dict[str, Any]:
     link.unlink(missing_ok=True)
     link.symlink_to(path.resolve())
     try:
-        tokenizer = _tokenizer(link, header, field)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            alone, gguf_file=link.name, dtype="float32", quantization_config=GgufConfig(dequantize=True)
-        )
+        with read_once():
+            tokenizer = _tokenizer(link, header, field)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                alone, gguf_file=link.name, dtype="float32", quantization_config=GgufConfig(dequantize=True)
+            )
     except EftError:
         raise
     except Exception as error:  # whatever transformers makes of it: the file is somebody else's
