@@ -84,7 +84,7 @@ RIGHTS: dict[str, Code] = {
 
 JOBS: dict[str, Code] = {
     "fits_nowhere": (
-        "According to its memory plan, the job fits no slot, even with the smallest batches.",
+        "According to its memory plan, the job or session fits no slot, even with the smallest batches.",
         "The message lists changes that would fit; `eft plan FILE` shows the memory in detail.",
     ),
     "unsettled": ("A trainer started by hand got `method: auto`.", "Name the method; only the service can resolve it."),

@@ -134,7 +134,7 @@ class Jobs:
             if known is not None:
                 return SubmitReply(*known, replayed=True)
         spec = self.resolved(actor, document)
-        self._refuse_what_fits_nowhere(actor, spec)
+        self.refuse_what_fits_nowhere(actor, spec)
         self._layout.require_space(self._settings.min_free_bytes)
         with self._database.read() as session:
             planned = plan.view(session, actor.project_id, spec, free=None)[0] if spec.method.type == "auto" else None
@@ -165,7 +165,7 @@ class Jobs:
             raise SpecError(
                 f"`stage: {spec.stage.type}` has no rewards to try; those with `stage.reward` have", field="stage"
             )
-        self._refuse_what_fits_nowhere(actor, spec)
+        self.refuse_what_fits_nowhere(actor, spec)
         self._layout.require_space(self._settings.min_free_bytes)
         return spec
 
@@ -175,7 +175,7 @@ class Jobs:
         with self._database.read() as session:
             old = find(session, actor, job_id)
             spec = auto_method.effective(old.spec, old.settled, old.adjusted or {})
-        self._refuse_what_fits_nowhere(actor, spec)
+        self.refuse_what_fits_nowhere(actor, spec)
 
     def retry(self, session: Session, actor: Actor, job_id: str, *, max_runtime_seconds: int | None) -> dict[str, Any]:
         """Retry a failed or cancelled job. Raises NotFound, Conflict; SpecError without its files."""
@@ -184,7 +184,7 @@ class Jobs:
         self.hold_files(session, actor, JobSpec.model_validate(again.spec))
         return job_view(again, training_attempts=0)
 
-    def _refuse_what_fits_nowhere(self, actor: Actor, spec: JobSpec) -> None:
+    def refuse_what_fits_nowhere(self, actor: Actor, spec: JobSpec) -> None:
         """Raises SpecError where it is known that no node can take it, now or later."""
         if not self._settings.memory_check:
             return

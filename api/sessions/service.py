@@ -61,6 +61,7 @@ class Sessions:
         except ValidationError as error:
             raise _refused(error) from error
         job = self._jobs.resolved(actor, _without_rows(spec), rowless=True)
+        self._jobs.refuse_what_fits_nowhere(actor, job)
         with self._database.read() as session:
             quotas.check_priority(session, actor.project_id, job.priority)
         self._layout.require_space(self._settings.min_free_bytes)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from sqlalchemy import delete, insert, update
+from sqlalchemy import delete, insert, select, update
 
 from api.jobs.service import Jobs, Submission
 from core.db.tables import Attempt, Job, ModelShape, Node
-from core.jobs.admission import shapes
+from core.jobs.admission import ready, shapes
 from core.jobs.admission.fit import FitsNowhere
 from core.jobs.base.transitions import Actor
 from core.jobs.policies import nodes
@@ -181,6 +181,26 @@ def test_what_fits_no_node_is_refused_at_submit(world: World) -> None:
     assert world.submit(method="full").status_code == 201
     again = world.http.post(f"/jobs/{job_id}/retry")
     assert again.status_code == 200 and again.json()["settled"]["rung"] == "full"
+
+
+def test_a_session_whose_model_fits_no_node_is_refused_before_it_waits(world: World) -> None:
+    """When it is opened where the model is known, else once it has been prepared: no slot is taken for it."""
+    asked = {"model": MODEL, "resources": {"accelerator": "gpu"}}
+    world.node("session-small", gpu("little", 2.4))
+    unknown = world.http.post("/sessions", json=asked)
+    assert unknown.status_code == 201, unknown.text
+    with world.api.database.write() as session:
+        job = session.execute(select(Job).where(Job.id == unknown.json()["id"])).scalar_one()
+        refused = ready.ready(session, job, {"shape": SHAPE.as_dict()}, memory_check=True).refused
+    assert refused is not None and refused.code == "fits_nowhere"
+    for more, field, way in (
+        ({}, "quantization", "What would fit: `quantization: nf4`"),
+        ({"method": "full"}, "method", "`method: lora` and `quantization: nf4`"),
+    ):
+        error = world.http.post("/sessions", json=asked | more).json()["error"]
+        assert (error["code"], error["field"]) == ("fits_nowhere", field), error
+        assert "this session needs" in error["message"] and way in error["message"], error
+    assert world.http.post("/sessions", json=asked | {"quantization": "nf4"}).status_code == 201
 
 
 def test_modules_that_are_not_there_are_refused_at_submit(world: World) -> None:

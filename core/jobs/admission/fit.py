@@ -24,10 +24,11 @@ from core.plan.memory.result import Plan
 from core.plan.models.shape import Shape
 from core.plan.steps import BATCH
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA
-from core.spec.axes.quantization import NF4, QAT
+from core.spec.axes.quantization import NF4, QAT, Int8, packing_of
 from core.spec.axes.runtime import AutoStream, DiskStream, HostStream
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
+from core.spec.session.job import is_session
 
 GPU, CPU = Slot("", "gpu", "amd", "gfx942"), Slot("", "cpu")
 """What is planned for where no such slot is known."""
@@ -171,11 +172,14 @@ def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[SlotState
         has = f"{which} has that; {most.label}, the largest, has {gb(most.slot.device_bytes)}"
     found = proposals(spec, shape, longest, able)
     ways = ", or ".join([*found, f"a slot with {lacks.replace(f' {LEAST}', '')}"])
-    fewer = FEWER_SLOTS in found
+    fewer, session = FEWER_SLOTS in found, is_session(spec)
+    field = "memory" if spec.method.type in ("qlora", "auto") else "method"
+    if session and not isinstance(spec.method, Full):
+        field = "quantization"
     return FitsNowhere(
-        f"this job needs {lacks}, and {has}. What would fit: {ways}. A plan is an estimate: "
-        "EFT_MEMORY_CHECK=false, set by who runs eft, lets jobs try",
-        field="memory.stream.slots" if fewer else "memory" if spec.method.type in ("qlora", "auto") else "method",
+        f"this {'session' if session else 'job'} needs {lacks}, and {has}. What would fit: {ways}. A plan is an "
+        "estimate: EFT_MEMORY_CHECK=false, set by who runs eft, lets jobs try",
+        field="memory.stream.slots" if fewer else field,
         code="slots_do_not_fit" if fewer else None,
     )
 
@@ -228,6 +232,9 @@ def _other_memory(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
     method, memory = spec.method, spec.memory
     if isinstance(method, Auto):
         return
+    if is_session(spec):
+        yield from _other_base(spec)
+        return
     if memory.gradient_checkpointing is not True and memory.stream.type == "none":
         less = memory.model_copy(update={"gradient_checkpointing": True})
         yield "`memory.gradient_checkpointing: true`", spec.model_copy(update={"memory": less})
@@ -251,6 +258,17 @@ def _other_memory(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
     if memory.stream.type == "none":
         words.append("`memory.stream: auto`")
         yield " and ".join(words), _with(smaller, memory=memory.model_copy(update={"stream": AutoStream()}))
+
+
+def _other_base(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
+    """`_other_memory` of a session: what its own form has for it."""
+    before = ""
+    if isinstance(spec.method, Full):
+        spec, before = _with(spec, method=LoRA()), "`method: lora` and "
+        yield "`method: lora`", spec
+    if packing_of(spec.quantization) is None:
+        for weights in (Int8(), NF4()):
+            yield f"{before}`quantization: {weights.type}`", _with(spec, quantization=weights)
 
 
 def _with(spec: JobSpec, **axes: Any) -> JobSpec:

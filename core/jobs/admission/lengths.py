@@ -12,9 +12,12 @@ from core.db.tables import PREVIEWS, File, Job
 from core.jobs.base.states import Status
 from core.spec.axes.data import FileSource, Generated
 from core.spec.job import JobSpec
+from core.spec.session.job import is_session
 
 NEWEST = 20
 """Previews of a file that are looked at."""
+LEAST = 64
+"""Tokens of an example of a session, which brings no rows, that its slot has to take at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ def rows(session: Session, project_id: str, spec: JobSpec) -> RowLengths:
     train = spec.data.train
     if isinstance(train, Generated):
         return RowLengths(limit, "max_length", file_rows=train.size)
+    if is_session(spec):
+        return RowLengths(min(LEAST, limit), "max_length")
     if not isinstance(train, FileSource):
         return RowLengths(limit, "max_length")
     uploaded = session.execute(

@@ -44,7 +44,7 @@ def ready(session: Session, job: Job, prepared: dict[str, Any], *, memory_check:
     for one in prepared.get("reward_models", ()):
         if one.get(SHAPE) is not None:
             shapes.remember(session, named[one["reward"]], one[SHAPE])
-    if job.kind != "train" or not memory_check:
+    if job.kind not in ("train", "session") or not memory_check:
         return Ready(kept, job.queue_key, None)
     shape = shapes.with_scorers(session, spec, Shape.from_dict(about))
     longest = lengths.rows(session, job.project_id, spec).longest

@@ -68,3 +68,8 @@ class SessionSpec(SpecModel):
             training=Training(precision=self.precision),
             resources=self.resources,
         )
+
+
+def is_session(spec: JobSpec) -> bool:
+    """Whether a job is the form of a session, or of what else brings no rows."""
+    return isinstance(spec.data.train, PathSource) and spec.data.train.path == NO_ROWS
