@@ -1,7 +1,8 @@
 """Runs of several ranks, one after another in the same processes: `torchrun … -m tests.support.gang RUN_DIR…`.
 
 Starting a rank is seconds, and the runs of tests are less. The first run is begun as `-m core.train.ranks RUN_DIR`
-would begin it, the others go on from `run` with the environment that a launcher would have given.
+would begin it, the others go on from `run` with the environment that a launcher would have given. `forked` makes the
+ranks of this process, as the product's launcher does on a CPU (core/train/ranks/launch.py).
 `RUN_DIR@RANK:PLACE` asks one rank alone to leave, at the n-th place in training where it looks whether it should.
 """
 
@@ -9,13 +10,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from core.train.base.stop import Stop
 from core.train.ranks import __main__ as rank_main
-from core.train.ranks.env import RankEnv
+from core.train.ranks.env import FOLDER, RankEnv
+from tests.support.trainer import Forked
 
 CODES = "codes.json"
 """In the first run's folder: the exit code of every run, as rank 0 had it. Other ranks: `codes-1.json` and so on."""
@@ -40,6 +45,25 @@ class AskedAt(Stop):
             return False
         self._left -= 1
         return self._left < 0
+
+
+def forked(*arguments: str, ranks: int = 2) -> list[int]:
+    """The runs, by forks of this process, which has imported all; the exit status of each rank. The death of one is the
+    end of all, which would wait for it."""
+
+    def become(rank: int) -> None:
+        of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ.update({name: str(value) for name, value in of_torchrun.items()} | {FOLDER: arguments[0]})
+        sys.argv = [__file__, *arguments]
+        main()
+
+    processes = [Forked(Path(arguments[0]), prepare=partial(become, rank)) for rank in range(ranks)]
+    while None in (codes := [process.poll() for process in processes]) and not any(codes):
+        time.sleep(0.005)
+    for process in processes:
+        if any(codes):
+            process.send_signal(signal.SIGKILL)
+    return [process.wait() for process in processes]
 
 
 def main() -> None:

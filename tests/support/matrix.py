@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,9 +37,10 @@ from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.base.code import code_sha256
 from core.train.base.stop import Stop
+from tests.support.gang import forked
 from tests.support.preferences import judged, preferences
 from tests.support.selection import covering
-from tests.support.trainer import ENVIRONMENT, ROOT, events, pairs, run, write_rows, write_run
+from tests.support.trainer import ROOT, events, log, pairs, run, write_rows, write_run
 
 REPORT = ROOT / "bench" / "results" / "matrix-cpu.txt"
 JOURNAL = ROOT / ".matrix.jsonl"
@@ -293,18 +292,7 @@ def try_gangs(tried: Sequence[Cell], model: Path, folder: Path, cache: Path) -> 
     arguments = [
         f"{path}@0:3" if path.name.endswith("first") else str(path) for paths in runs.values() for path in paths
     ]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
-            *("--max-restarts", "0", "-m", "tests.support.gang", *arguments),
-        ],
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert forked(*arguments, ranks=RANKS) == [EXIT_OK] * RANKS, log(next(iter(runs.values()))[0])
     found: dict[Cell, str | None] = {}
     for cell, (calm, first, second) in runs.items():
         try:

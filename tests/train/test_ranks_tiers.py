@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,8 @@ from core.storage.open import open_store
 from core.train.checkpoint import store
 from tests.support import boxes
 from tests.support.claims import claim_of
-from tests.support.gang import CODES
-from tests.support.trainer import ENVIRONMENT, ROOT, events, pairs, weights, write_rows, write_run
+from tests.support.gang import CODES, forked
+from tests.support.trainer import events, log, pairs, weights, write_rows, write_run
 from worker.store.local_cache import LocalCache
 from worker.store.publisher import Publisher
 from worker.store.staging import Staging
@@ -55,10 +52,7 @@ def test_two_ranks_resume_to_the_bit_from_each_tier(tiny_dir: Path, tmp_path: Pa
     from_disk = order("from-disk", {"save_steps": 100}, resume_from=[left])
     from_snapshot = order("from-snapshot", {"save_steps": 100}, resume_from=[memory[1]])
     ended = (from_memory, from_disk, from_snapshot)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "0", "-m", "tests.support.gang", str(calm), f"{left}@1:7", *map(str, ended)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert forked(str(calm), f"{left}@1:7", *map(str, ended)) == [EXIT_OK] * 2, log(calm)
     assert json.loads((calm / CODES).read_text()) == [EXIT_OK, EXIT_CHECKPOINTED, EXIT_OK, EXIT_OK, EXIT_OK]
 
     last = left / events(left, "checkpoint")[-1]["path"]
