@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from core.train.base.stop import Stop
 from core.train.ranks import __main__ as rank_main
@@ -51,13 +52,13 @@ def forked(*arguments: str, ranks: int = 2) -> list[int]:
     """The runs, by forks of this process, which has imported all; the exit status of each rank. The death of one is the
     end of all, which would wait for it."""
 
-    def become(rank: int) -> None:
+    def become(rank: int) -> int:
         of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({name: str(value) for name, value in of_torchrun.items()} | {FOLDER: arguments[0]})
         sys.argv = [__file__, *arguments]
-        main()
+        return main()
 
-    processes = [Forked(Path(arguments[0]), prepare=partial(become, rank)) for rank in range(ranks)]
+    processes = [Forked(Path(arguments[0]), program=partial(become, rank)) for rank in range(ranks)]
     while None in (codes := [process.poll() for process in processes]) and not any(codes):
         time.sleep(0.005)
     for process in processes:
@@ -66,7 +67,7 @@ def forked(*arguments: str, ranks: int = 2) -> list[int]:
     return [process.wait() for process in processes]
 
 
-def main() -> None:
+def main() -> NoReturn:
     first, *more = sys.argv[1:]
     rank_env = RankEnv.from_environ()
     sys.argv = [rank_main.__file__, first]

@@ -102,9 +102,16 @@ def start(run_dir: Path, *command: str, stdin: int = subprocess.DEVNULL) -> subp
 
 class Forked:
     """`python -m core.train RUN_DIR` as a fork of this process, which has imported what a run imports; with `stop`,
-    only the run. `prepare`: what the fork does first. A fork hangs where OpenMP has had threads (tests/conftest.py)."""
+    only the run; with `program`, that one in place of the trainer's. `prepare`: what the fork does first. A fork hangs
+    where OpenMP has had threads (tests/conftest.py)."""
 
-    def __init__(self, run_dir: Path, stop: Stop | None = None, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        stop: Stop | None = None,
+        prepare: Callable[[], None] | None = None,
+        program: Callable[[], int] | None = None,
+    ) -> None:
         trainer = _imported()
         self.code: int | None = None
         self.pid = os.fork()
@@ -121,7 +128,7 @@ class Forked:
             if prepare is not None:
                 prepare()
             sys.argv = ["core.train", str(run_dir)]
-            code = trainer.main() if stop is None else sys.modules["core.train.recipe"].run(run_dir, stop)
+            code = (program or trainer.main)() if stop is None else sys.modules["core.train.recipe"].run(run_dir, stop)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -15,6 +15,8 @@ from pathlib import Path
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, wait_until, weights_file, write_rows
 
+STEPS = 80
+
 
 def command(model: Path, train: Path, held: Path, output: Path, steps: int, *more: str) -> list[str]:
     return [
@@ -40,7 +42,7 @@ def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path
     environment = os.environ | ENVIRONMENT
     for turn in range(10):  # one that ends before it is interrupted has shown nothing
         output = tmp_path / f"turn-{turn}" / "out"
-        line = command(tiny_dir, train, held, output, 300, "--json")
+        line = command(tiny_dir, train, held, output, STEPS, "--json")
         process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         wait_until(lambda output=output: len(events(output, "metrics")) >= 5, process)
         process.send_signal(signal.SIGINT)
@@ -52,7 +54,7 @@ def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr.decode()
     answer = json.loads(done.stdout)
-    assert answer["steps"] == 300
+    assert answer["steps"] == STEPS
     assert answer["eval_after"]["eval_loss"] < answer["eval_before"]["eval_loss"]
     assert Path(answer["adapter"], "adapter_model.safetensors").samefile(weights_file(output))
     assert len(events(output, "resumed")) == 1
