@@ -27,7 +27,6 @@ from core.train.base.log_lines import LogLines
 from core.train.entry.arguments import run_folder
 from core.train.entry.fencing import arm, leave
 from core.train.export.prepare import prepare_exports
-from core.train.hub.datasets import prepare_dataset
 from core.train.hub.download import HubUnreachable
 from core.train.hub.model_cache import ModelCache
 from core.train.prepare.chains import prepare_chain, prepare_reward_model
@@ -94,6 +93,8 @@ def _dataset(one: DatasetOrder, order: PrepareOrder, progress: OnProgress) -> di
     """Bring rows here, from a hub or a generator of problems; their entry in the result."""
     cache = ModelCache(Path(order.models_dir))
     if isinstance(one.source, HubDataset):
+        from core.train.hub.datasets import prepare_dataset  # numpy, a fifth of the start, which few jobs need
+
         paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)
     elif order.cache_dir is None:
         raise ToolsMissing("the order names no cache for the library that makes these rows", field=one.field)
