@@ -3,7 +3,8 @@
 Recipes run over HTTP while a script of a seed ends things by kill -9: the child that computes, workers, the API, the
 broker, PostgreSQL, and all of them at once. A fault comes when a recipe reaches a step, so that a slow machine has as
 many of them as a quick one. Every recipe has to end by itself, and all that its caller was told, step by step, has to
-be bitwise what a recipe is told that nobody disturbs.
+be bitwise what a recipe is told that nobody disturbs. The two workers have a slot each: of three recipes, two share a
+process.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from eft.sync.client import Client
 from eft.sync.sessions import TrainingSession
 
 from tests.support import models as tiny_models
+from tests.support.chaos import look
 from tests.support.chaos.processes import Installation, new_seed, wait_until
 from tests.support.chaos.script import Databases
 
@@ -61,6 +63,8 @@ class Outcome:
     faults: Counter[str]
     left: list[str]
     errors: list[str] = field(default_factory=list)
+    joined: int = 0
+    """How often a session has joined the process of another one."""
 
     @property
     def violations(self) -> list[str]:
@@ -127,7 +131,7 @@ class SessionRun:
             traces = self._all([f"struck-{number}" for number in range(self.storm.recipes)])
             wait_until(self._quiet, 60, "the children of closed sessions to end")
             left = list(self._children().values())
-            return Outcome(traces, calm, self.faults, left, self.errors)
+            return Outcome(traces, calm, self.faults, left, self.errors, self._joined())
         finally:
             self.inst.end_all()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -192,6 +196,17 @@ class SessionRun:
                 os.kill(pid, signal.SIGKILL)
         return len(pids)
 
+    def _joined(self) -> int:
+        """Attempts of sessions that had no slot of their own."""
+        query = (
+            "SELECT count(*) FROM attempts LEFT JOIN allocations ON allocations.job_id = attempts.job_id "
+            "AND allocations.attempt = attempts.attempt WHERE attempts.kind = 'session' AND allocations.slot IS NULL"
+        )
+        url = self.inst.postgres.url if self.inst.postgres else f"sqlite:///{self.inst.data}/eft.db"
+        with look.tables(url) as tables:
+            ((count,),) = tables.rows(query)
+        return int(count)
+
     def _quiet(self) -> bool:
         self.inst.tick()
         return not self._children()
@@ -208,7 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.chaos.sessions", description=__doc__)
     parser.add_argument("--seed", type=int, help="the same seed does the same things (default: a new one)")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--recipes", type=int, default=2)
+    parser.add_argument("--recipes", type=int, default=3)
     parser.add_argument("--database", choices=["sqlite", "postgres"], default="sqlite")
     given = parser.parse_args()
     seed = new_seed() if given.seed is None else given.seed
@@ -216,7 +231,8 @@ def main() -> int:
     for words in outcome.violations:
         print(words)
     facts = {"seed": seed, "database": given.database, "recipes": given.recipes, "steps": given.steps}
-    print(json.dumps(facts | {"faults": dict(outcome.faults), "violations": len(outcome.violations)}))
+    counts = {"joined": outcome.joined, "violations": len(outcome.violations)}
+    print(json.dumps(facts | {"faults": dict(outcome.faults)} | counts))
     return 1 if outcome.violations else 0
 
 
