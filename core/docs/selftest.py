@@ -35,7 +35,7 @@ PARTS = (
     ),
     (
         "block.triton, .native",
-        "both RMS norms and the gated activation, forward and backward",
+        "both RMS norms, the gated activation and rotary embedding, forward and backward",
         "they and LoRA over dense weights are computed as transformers and PEFT do",
     ),
     (

@@ -38,7 +38,7 @@ def test_the_table_has_every_kernel_on_every_target_and_no_fault() -> None:
     rows = table.read()
     assert {row.kernel for row in rows} == {
         "nf4.dequantize", "int8.dequantize", "gemv.nf4", "gemv.int8", "loss.loss_rows",
-        "block.norm", "block.norm_grad", "block.gate", "block.gate_grad",
+        "block.norm", "block.norm_grad", "block.gate", "block.gate_grad", "block.turn",
     }  # fmt: skip
     for case in {(row.kernel, row.case) for row in rows}:
         assert [row.target for row in rows if (row.kernel, row.case) == case] == list(table.TARGETS)

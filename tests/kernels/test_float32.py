@@ -81,6 +81,28 @@ def test_kernels_of_other_dtypes_and_sizes_are_torchs_own_to_the_bit() -> None:
     assert float32._worth_it(few, few.t()) and not float32._worth_it(few.float(), few.t())
 
 
+def test_a_large_second_operand_is_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an output head's: logits [rows, vocabulary] into a buffer, and the hidden states' gradients from theirs."""
+    monkeypatch.setattr(float32, "LARGE", 1 << 14)
+    monkeypatch.setattr(float32, "PART", 1 << 12)
+    generator = torch.Generator().manual_seed(7)
+    rows, head = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((70, 64), (333, 64)))
+    logits = torch.full((70, 333), torch.nan, dtype=torch.bfloat16)
+    added = torch.randn(70, 64, generator=generator).bfloat16()
+    fresh, summed = torch.full_like(added, torch.nan), added.clone()
+    with through_float32(True):
+        torch.mm(rows, head.t(), out=logits)
+        returned = rows @ head.t()
+        fresh.addmm_(logits, head, beta=0, alpha=0.25)
+        summed.addmm_(logits, head, beta=0.5, alpha=2.0)
+        back = logits @ head
+    exact, wide = rows.double() @ head.double().t(), logits.double() @ head.double()
+    pairs = [(logits, exact), (returned, exact), (fresh, wide / 4), (summed, added.double() / 2 + wide * 2)]
+    for here, right in [*pairs, (back, wide)]:
+        assert here.dtype is torch.bfloat16
+        torch.testing.assert_close(here.double(), right, rtol=2**-8, atol=2**-8 * float(right.abs().mean()))
+
+
 def test_torchs_kernels_are_back_afterwards() -> None:
     before = computed(torch.bfloat16, masked=False)
     with pytest.raises(ZeroDivisionError), through_float32(True):

@@ -1,5 +1,5 @@
-"""Norms, gated activations and dense LoRA in one operator each: the eager formulas within a stated tolerance, on the
-models of transformers; whoever computes something else is left alone."""
+"""Norms, gated activations, rotary embedding and dense LoRA in one operator each: the eager formulas within a stated
+tolerance, on the models of transformers; whoever computes something else is left alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from core.train.kernels import interface
 from core.train.kernels.fused.modules import FusedParts, fuse_parts
-from core.train.kernels.fused.operators import rms_norm, silu_gate
+from core.train.kernels.fused.operators import rms_norm, silu_gate, turned
 from core.train.quant.adapters import FusedLoraLinear, fuse_adapters
 from tests.support import small_llama
 from tests.support.small_llama import IDS
@@ -67,6 +68,23 @@ def test_operators_are_the_eager_formulas(dtype: torch.dtype, width: int) -> Non
             assert float((one.double() - other.double()).norm()) <= 1e-3 * float(other.double().norm()) + 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lines_of_angles", [1, 2])
+def test_turned_heads_are_those_of_transformers_to_the_bit(dtype: torch.dtype, lines_of_angles: int) -> None:
+    """Also of another layout, and of angles whose halves differ."""
+    draw = torch.Generator().manual_seed(1)
+    angles = torch.randn(lines_of_angles, 7, 18, generator=draw)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    by_token, by_head, above = (
+        torch.randn(2, *shape, 18, generator=draw).to(dtype) for shape in ((7, 3), (3, 7), (3, 7))
+    )
+    for x in (by_token.transpose(1, 2).requires_grad_(), by_head.requires_grad_()):
+        found, (wanted, _) = turned(x, cosine, sine), apply_rotary_pos_emb(x, x, cosine, sine)
+        assert torch.equal(found, wanted)
+        ours, theirs = (torch.autograd.grad(each, x, above)[0] for each in (found, wanted))
+        assert torch.equal(ours, theirs)
+
+
 def test_each_row_is_computed_by_itself_whatever_the_threads() -> None:
     x, weight = torch.randn(33, 200), torch.randn(200)
     before = torch.get_num_threads()
@@ -89,11 +107,11 @@ def test_what_is_not_a_number_stays_that(dtype: torch.dtype) -> None:
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], FusedParts]] = {
-    "llama": ("LlamaConfig", {}, FusedParts("native", 5, 2)),
-    "qwen3": ("Qwen3Config", {}, FusedParts("native", 9, 2)),
-    "gemma2": ("Gemma2Config", {}, FusedParts("native", 9, 0)),  # 1 + weight; its gate is a GELU
-    "phi3": ("Phi3Config", {}, FusedParts("native", 5, 0)),  # gate and up are one layer
-    "mixtral": ("MixtralConfig", {"num_local_experts": 2}, FusedParts("native", 5, 0)),
+    "llama": ("LlamaConfig", {}, FusedParts("native", 5, 2, rotations=2)),
+    "qwen3": ("Qwen3Config", {}, FusedParts("native", 9, 2, rotations=2)),
+    "gemma2": ("Gemma2Config", {}, FusedParts("native", 9, 0, rotations=2)),  # 1 + weight; its gate is a GELU
+    "phi3": ("Phi3Config", {}, FusedParts("native", 5, 0, rotations=2)),  # gate and up are one layer
+    "mixtral": ("MixtralConfig", {"num_local_experts": 2}, FusedParts("native", 5, 0, rotations=2)),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, FusedParts("native", 0, 0)),
 }
 

@@ -1,4 +1,5 @@
-"""Triton's norms and gated activations, interpreted on the CPU: the C kernels' results, and float64's."""
+"""Triton's norms, gated activations and rotary embedding, interpreted on the CPU: the C kernels' results, and those of
+float64."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.support.interpreted import parts_of_a_block
+from tests.support.interpreted import parts_of_a_block, turned_heads
 from tests.support.interpreter import Run
 
 WHERE = "tests.support.interpreted:parts_of_a_block"
@@ -50,6 +51,21 @@ def test_float16_is_that_of_float64(interpreted: Run) -> None:
         wanted += [out, *torch.autograd.grad(out, leaves, above.double(), retain_graph=True)]
     for one, other in zip(found, wanted, strict=True):
         assert float((one.double() - other).detach().abs().max()) <= 2.0**-9 * float(other.detach().abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "lines_of_angles", "width"), [(3, 1, 64), (1, 2, 10)])
+def test_turned_heads_are_those_of_c_to_the_bit(
+    interpreted: Run, dtype: torch.dtype, heads: int, lines_of_angles: int, width: int
+) -> None:
+    draw = torch.Generator().manual_seed(width)
+    x, above = (torch.randn(2, 7, heads, width, generator=draw).to(dtype).transpose(1, 2) for _ in range(2))
+    angles = torch.randn(lines_of_angles, 7, width, generator=draw)
+    given = x, angles.cos().to(dtype), angles.sin().to(dtype), above
+    (backend, found), _ = interpreted("tests.support.interpreted:turned_heads", *given)
+    ours, wanted = turned_heads(*given)
+    assert (backend, ours) == ("triton", "native")
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_rows_past_element_2_to_the_31(interpreted: Run) -> None:

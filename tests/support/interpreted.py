@@ -140,6 +140,17 @@ def parts_of_a_block(x: Tensor, y: Tensor, weight: Tensor, above: Tensor) -> tup
     return backend_for(x.device, "block"), found
 
 
+def turned_heads(x: Tensor, cosine: Tensor, sine: Tensor, above: Tensor) -> tuple[str, list[Tensor]]:
+    """The backend, and x [lines, heads, tokens, width] turned, with its gradient for `above`."""
+    from core.train.kernels.fused.operators import serves, turned
+    from core.train.kernels.interface import backend_for
+
+    assert serves(x, cosine, sine)
+    x = x.detach().requires_grad_()
+    out = turned(x, cosine, sine)
+    return backend_for(x.device, "block"), [out.detach(), *torch.autograd.grad(out, x, above)]
+
+
 def last_rows(width: int) -> None:
     """The last program of a norm, and of its gradient, writes the last rows of more than 2³¹ numbers, and no more."""
     from core.train.kernels.triton import block

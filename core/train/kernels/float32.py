@@ -24,7 +24,9 @@ FEW = 1 << 18
 """Numbers of an operand up to which SMALL does not count. oneDNN writes code for every new shape of a product, which
 takes longer than such a product does, and a batch of rows mostly has a new shape."""
 LARGE = 1 << 24
-"""Numbers of an operand from which on it is left alone: its copy in float32 would take 64 MiB and more."""
+"""Numbers of an operand above which it is not copied whole: its copy in float32 would take more than 64 MiB."""
+PART = 1 << 21
+"""Numbers of a larger second operand, an output head, that are copied at once: 8 MiB, which a cache holds."""
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
 _here: bool | None = None
@@ -80,22 +82,60 @@ def torch_kernel(name: str, key: str) -> Callable[..., Any]:
 def _worth_it(one: Tensor, other: Tensor) -> bool:
     if one.dtype not in NARROW or one.dtype is not other.dtype:
         return False
-    largest = max(one.numel(), other.numel())
-    return largest <= FEW or (largest <= LARGE and min(*one.shape, other.shape[1]) >= SMALL)
+    few = max(one.numel(), other.numel()) <= FEW
+    return few or (one.numel() <= LARGE and min(*one.shape, other.shape[1]) >= SMALL)
+
+
+def _products(kernel: Callable[..., Any], one: Tensor, other: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The product in float32, whole or in the columns that a slice says. `kernel`: torch's own `mm`."""
+    inner, columns = other.shape
+    if other.numel() <= LARGE:
+        yield slice(None), kernel(one.float(), other.float())
+    elif columns >= inner:
+        wide, step = one.float(), max(SMALL, PART // inner)
+        for start in range(0, columns, step):
+            at = slice(start, start + step)
+            yield at, kernel(wide, other[:, at].float())
+    else:
+        step = max(SMALL, PART // columns)
+        total = kernel(one[:, :step].float(), other[:step].float())
+        for start in range(step, inner, step):
+            at = slice(start, start + step)
+            total.addmm_(one[:, at].float(), other[at].float())
+        yield slice(None), total
 
 
 def _mm(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def mm(one: Tensor, other: Tensor) -> Any:
         if not _worth_it(one, other):
             return kernel(one, other)
-        return kernel(one.float(), other.float()).to(one.dtype)
+        if other.numel() <= LARGE:
+            return kernel(one.float(), other.float()).to(one.dtype)
+        out = one.new_empty(len(one), other.shape[1])
+        for at, product in _products(kernel, one, other):
+            out[:, at] = product
+        return out
 
     return mm
 
 
+def _mm_out(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    product_of = torch_kernel("mm", "CPU")
+
+    def mm_out(one: Tensor, other: Tensor, *, out: Tensor) -> Any:
+        fits = out.dtype is one.dtype and out.shape == (len(one), other.shape[1])
+        if not fits or not _worth_it(one, other):
+            return kernel(one, other, out=out)
+        for at, product in _products(product_of, one, other):
+            out[:, at] = product
+        return out
+
+    return mm_out
+
+
 def _addmm(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-        if not _worth_it(one, other):
+        if not _worth_it(one, other) or other.numel() > LARGE:
             return kernel(bias, one, other, beta=beta, alpha=alpha)
         return kernel(bias.float(), one.float(), other.float(), beta=beta, alpha=alpha).to(one.dtype)
 
@@ -103,10 +143,18 @@ def _addmm(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _addmm_(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    product_of = torch_kernel("mm", "CPU")
+
     def addmm_(into: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
         if into.dtype is not one.dtype or not _worth_it(one, other):
             return kernel(into, one, other, beta=beta, alpha=alpha)
-        return into.copy_(kernel(into.float(), one.float(), other.float(), beta=beta, alpha=alpha))
+        if other.numel() <= LARGE:
+            return into.copy_(kernel(into.float(), one.float(), other.float(), beta=beta, alpha=alpha))
+        for at, product in _products(product_of, one, other):
+            here = into[:, at]
+            product.mul_(alpha)
+            here.copy_(product if beta == 0 else product.add_(here, alpha=beta))
+        return into
 
     return addmm_
 
@@ -141,6 +189,7 @@ def _float(mask: Any) -> Any:
 
 REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "mm": _mm,
+    "mm.out": _mm_out,
     "addmm": _addmm,
     "addmm_": _addmm_,
     FORWARD: _forward,

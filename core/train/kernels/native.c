@@ -388,3 +388,40 @@ void eft_gate_grad(void *grad_gate, void *grad_up, const void *grad, const void 
             gate_grad_part(grad_gate, grad_up, grad, gate, up, start, end, 0);
     }
 }
+
+/* A row of x [width] turned by its angles: cos and sin [width], the second half of x beside its first. `back`: the
+ * gradient. Every product is rounded, as the eager formula's are. */
+static inline __attribute__((always_inline)) void turn_row(void *out, const void *x, const void *cosine,
+                                                           const void *sine, int64_t width, int bf16, int back) {
+    int64_t half = width / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float low = element(x, i, bf16), high = element(x, half + i, bf16);
+        float low_sine = element(sine, back ? half + i : i, bf16), high_sine = element(sine, back ? i : half + i, bf16);
+        float from_high = rounded_to(high * low_sine, bf16), from_low = rounded_to(low * high_sine, bf16);
+        float first = rounded_to(low * element(cosine, i, bf16), bf16);
+        float second = rounded_to(high * element(cosine, half + i, bf16), bf16);
+        put(out, i, back ? first + from_high : first - from_high, bf16);
+        put(out, half + i, back ? second - from_low : second + from_low, bf16);
+    }
+}
+
+/* Rotary embedding of x [lines, tokens, heads, width], by cos and sin [one or `lines`, tokens, width]. */
+void eft_turn(void *out, const void *x, const void *cosine, const void *sine, int back, int bf16, int64_t lines,
+              int64_t lines_of_angles, int64_t tokens, int64_t heads, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t token = 0; token < lines * tokens; token++) {
+        int64_t angles = lines_of_angles == 1 ? token % tokens : token;
+        const void *c = row_of(cosine, angles, width, bf16), *s = row_of(sine, angles, width, bf16);
+        for (int64_t head = 0; head < heads; head++) {
+            int64_t row = token * heads + head;
+            void *to = (void *)row_of(out, row, width, bf16);
+            const void *from = row_of(x, row, width, bf16);
+            if (bf16 && back)
+                turn_row(to, from, c, s, width, 1, 1);
+            else if (bf16)
+                turn_row(to, from, c, s, width, 1, 0);
+            else
+                turn_row(to, from, c, s, width, 0, back);
+        }
+    }
+}

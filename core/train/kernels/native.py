@@ -33,7 +33,7 @@ FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopen
 DTYPES = (torch.bfloat16, torch.float32)
 NAMES = (
     *("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale", "eft_adamw"),
-    *("eft_norm", "eft_norm_grad", "eft_gate", "eft_gate_grad"),
+    *("eft_norm", "eft_norm_grad", "eft_gate", "eft_gate_grad", "eft_turn"),
     *("eft_few_bf16", "eft_few_nf4", "eft_few_int8"),
 )
 LANES = 16
@@ -114,6 +114,12 @@ def gate_grad(grad_gate: Tensor, grad_up: Tensor, grad: Tensor, gate: Tensor, up
     _gate_grad(_ready(), grad_gate, grad_up, grad, gate, up)
 
 
+def turn(out: Tensor, x: Tensor, cosine: Tensor, sine: Tensor, back: bool) -> None:
+    """Fill `out` with the rotary embedding of x [lines, tokens, heads, width] by the angles' cosines and sines, [one or
+    `lines`, tokens, width]; the width is even. `back`: with the gradient of x, for the gradient x of the result."""
+    _turn(_ready(), out, x, cosine, sine, back)
+
+
 def multiplies_few_rows(width: int, block: int = LANES) -> bool:
     """Whether `wide_product` serves weights of this width, and with a `block` of 32 or more `few_rows`."""
     loaded = library()
@@ -190,6 +196,14 @@ def _gate_grad(
     kernels.eft_gate_grad(
         _at(grad_gate), _at(grad_up), _at(grad), _at(gate), _at(up), _narrow(gate), ctypes.c_int64(gate.numel()),
         torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _turn(kernels: ctypes.CDLL, out: Tensor, x: Tensor, cosine: Tensor, sine: Tensor, back: bool) -> None:
+    lines, tokens, heads, width = x.shape
+    kernels.eft_turn(
+        _at(out), _at(x), _at(cosine), _at(sine), int(back), _narrow(x),
+        *map(ctypes.c_int64, (lines, len(cosine), tokens, heads, width)), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -333,6 +347,8 @@ def _try_out(kernels: ctypes.CDLL) -> None:
         if not torch.equal(ours, wanted):
             raise NativeUnavailable(f"their int8 in {dtype} differs from torch's on this processor")
     _try_adamw(kernels, values)
+    for dtype in DTYPES:
+        _try_turn(kernels, values[: 2 * 5 * 3 * 14].view(2, 5, 3, 14).to(dtype), values[600 : 600 + 70].view(1, 5, 14))
     _try_softmax(kernels, values[:19200].view(6, 3200).to(torch.bfloat16))
     for dtype in DTYPES:
         _try_parts(kernels, values[:7000].view(7, 1000).to(dtype))
@@ -394,6 +410,18 @@ def _try_softmax(kernels: ctypes.CDLL, logits: Tensor) -> None:
     kernels.eft_softmax_scale(_at(scaled), _at(top), _at(factor), *_size(logits), torch.get_num_threads())
     if not torch.allclose(scaled.float(), wanted * factor.unsqueeze(1), rtol=2**-7, atol=1e-30):
         raise NativeUnavailable("their softmax differs from torch's on this processor")
+
+
+def _try_turn(kernels: ctypes.CDLL, x: Tensor, angles: Tensor) -> None:
+    cosine, sine, out = angles.cos().to(x.dtype), angles.sin().to(x.dtype), torch.empty_like(x)
+    c, s = (each.unsqueeze(2).chunk(2, -1) for each in (cosine, sine))
+    low, high = x.chunk(2, -1)
+    for back in (False, True):
+        _turn(kernels, out, x, cosine, sine, back)
+        first, second = high * s[int(back)], low * s[int(not back)]
+        wanted = (low * c[0] + first, high * c[1] - second) if back else (low * c[0] - first, high * c[1] + second)
+        if not torch.equal(out, torch.cat(wanted, -1)):
+            raise NativeUnavailable(f"their rotary embedding in {x.dtype} differs from torch's on this processor")
 
 
 def _try_parts(kernels: ctypes.CDLL, x: Tensor) -> None:

@@ -15,7 +15,7 @@ from core.hardware.selftest import WIDE_RANK
 from core.train.kernels import interface
 from core.train.kernels.autograd import Member, lora_linear
 from core.train.kernels.format import Format
-from core.train.kernels.fused.operators import rms_norm, silu_gate
+from core.train.kernels.fused.operators import rms_norm, silu_gate, turned
 from core.train.kernels.interface import Backend
 from core.train.loss.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from core.train.quant.int8 import dequantize_int8_into, quantize_int8
@@ -182,7 +182,7 @@ def _chunked(backend: Backend, dtype: str, device: torch.device) -> Measured:
 
 
 def _parts_of_a_block(dtype: str, device: torch.device) -> Measured:
-    """Both RMS norms and the gated activation, forward and backward."""
+    """Both RMS norms, the gated activation and rotary embedding, forward and backward."""
     x, exact_x = rounded(draw(1, 40, 200), dtype, device)
     y, exact_y = rounded(draw(2, 40, 200), dtype, device)
     weight, exact_weight = rounded(draw(3, 200, scale=0.3), dtype, device)
@@ -192,6 +192,7 @@ def _parts_of_a_block(dtype: str, device: torch.device) -> Measured:
         (rms_norm(x, weight, 1e-6, from_one=False) * y, normed * exact_weight * exact_y),
         (rms_norm(x, weight, 1e-6, from_one=True) * y, normed * (1.0 + exact_weight) * exact_y),
         (silu_gate(x, y), functional.silu(exact_x) * exact_y),
+        (_turned(x) * y, _turned_exactly(exact_x) * exact_y),
     ]
     for found, wanted in list(pairs):
         ours = torch.autograd.grad(found.sum(), leaves)
@@ -199,3 +200,21 @@ def _parts_of_a_block(dtype: str, device: torch.device) -> Measured:
         pairs += zip(ours, right, strict=True)
     steps = 8.0 if dtype != "fp32" else 64.0
     return Measured(difference(pairs), *rounding(dtype, steps, "a sum over a row, an exponential, and products"))
+
+
+def _angles() -> tuple[Tensor, Tensor]:
+    """Cosines and sines of 8 tokens, for heads of 40."""
+    angles = torch.arange(8.0).view(1, 8, 1) * torch.exp2(-torch.arange(20.0) / 2).repeat(2)
+    return angles.cos(), angles.sin()
+
+
+def _turned(x: Tensor) -> Tensor:
+    """x [40, 200] as a line of 5 heads in each of 5 · 8 tokens."""
+    cosine, sine = (each.to(x.device, x.dtype) for each in _angles())
+    return turned(x.view(5, 8, 5, 40).transpose(1, 2), cosine, sine).transpose(1, 2).reshape(40, 200)
+
+
+def _turned_exactly(x: Tensor) -> Tensor:
+    heads, (cosine, sine) = x.view(5, 8, 5, 40), (each.to(x.dtype).unsqueeze(2) for each in _angles())
+    low, high = heads.chunk(2, -1)
+    return (heads * cosine + torch.cat([-high, low], -1) * sine).reshape(40, 200)

@@ -1,4 +1,5 @@
-"""Which modules of a model compute an RMS norm or a gated activation, and their use of the fused operators.
+"""Which modules of a model compute an RMS norm, a gated activation or rotary embedding, and their use of the fused
+operators.
 
 A class is not taken by its name alone: its own forward and the formula must agree on a few numbers. A module whose
 class has another formula (a bias, a gate of another function, a norm over a part of the width) stays as it is.
@@ -9,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from core.train.kernels.fused.operators import rms_norm, serves, silu_gate
+from core.train.kernels.fused.operators import rms_norm, serves, silu_gate, turned
 from core.train.kernels.interface import backend_for
 
 Form = Literal["plain", "from_one"]
 FORMS: tuple[Form, ...] = ("plain", "from_one")
+ROTARY = "apply_rotary_pos_emb"
+"""What transformers calls the function of a model's module that turns queries and keys."""
 WIDTH = 24
 """Width of the numbers that a class is tried with."""
 TOLERANCE = 1e-5
@@ -35,16 +38,18 @@ class FusedParts:
     gates: int = 0
     adapters: int = 0
     """LoRA layers whose base and adapter are one operator (core/train/quant/adapters.py)."""
+    rotations: int = 0
+    """Layers of attention with rotary embedding."""
 
 
 def fuse_parts(model: nn.Module, device: torch.device) -> FusedParts:
-    """Let the model's RMS norms and gated activations run in one operator each, where the device has one. Names,
-    parameters and what is saved stay as they are. Within torch.compile, for other dtypes and for a weight that is
-    trained a module computes as before."""
+    """Let the model's RMS norms, gated activations and rotary embeddings run in one operator each, where the device has
+    one. Names, parameters and what is saved stay as they are. Within torch.compile, for other dtypes and for a weight
+    that is trained a module computes as before."""
     backend = backend_for(device, "block")
     if backend == "portable":
         return FusedParts(backend)
-    norms = gates = 0
+    norms = gates = rotations = 0
     module: Any
     for module in model.modules():
         kind: Any = type(module)
@@ -55,7 +60,10 @@ def fuse_parts(model: nn.Module, device: torch.device) -> FusedParts:
         elif _is_gated(module) and _gates(kind, module.act_fn.__class__):
             module.__class__ = _gated_class(kind)
             gates += 1
-    return FusedParts(backend, norms, gates)
+        elif (turns := _turning(kind)) is not None:
+            module.__class__ = turns
+            rotations += 1
+    return FusedParts(backend, norms, gates, rotations=rotations)
 
 
 def _fits(*tensors: Tensor) -> bool:
@@ -146,3 +154,56 @@ def _gated_class(kind: Any) -> type[nn.Module]:
         return result
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+# --- rotary embedding ------------------------------------------------------------------------------
+
+
+@cache
+def _turning(kind: Any) -> type[nn.Module] | None:
+    """A class of attention that turns queries and keys in one operator each; None: this one calls no such function, or
+    one of another formula. The function is a global of the model's module, so the class gets a forward of its own."""
+    forward = kind.__dict__.get("forward")
+    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+        return None
+    theirs = forward.__globals__.get(ROTARY)
+    if theirs is None or not _turns(theirs):
+        return None
+    ours = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, ROTARY: _rotary(theirs)},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return type(kind.__name__, (kind,), {"forward": ours, "__module__": kind.__module__})
+
+
+def _turns(function: Any) -> bool:
+    draw = torch.Generator().manual_seed(0)
+    x, angles = torch.randn(2, 3, 5, WIDTH, generator=draw), torch.randn(2, 2, 5, WIDTH, generator=draw)
+    low, high = x.chunk(2, -1)
+    try:
+        found = function(x, x[:, :1], angles[0], angles[1])
+    except (AttributeError, TypeError, RuntimeError, ValueError):  # it takes something else
+        return False
+    wanted = x * angles[0].unsqueeze(1) + torch.cat([-high, low], -1) * angles[1].unsqueeze(1)
+    pairs = zip(found, (wanted, wanted[:, :1]), strict=True)
+    return all(torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE) for one, other in pairs)
+
+
+def _rotary(theirs: Any) -> Callable[..., Any]:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+        if more or named or not _fits(q, k, cos, sin) or not _fit_angles(q, k, cos, sin):
+            return theirs(q, k, cos, sin, *more, **named)
+        return turned(q, cos, sin), turned(k, cos, sin)
+
+    return apply
+
+
+def _fit_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    if q.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or cos.requires_grad:
+        return False
+    lines, tokens, width = cos.shape
+    return all(lines in (1, x.shape[0]) and (tokens, width) == tuple(x.shape[2:]) and width % 2 == 0 for x in (q, k))

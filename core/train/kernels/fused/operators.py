@@ -1,4 +1,5 @@
-"""RMS norm and the gated activation, each one operator with its gradient: in C on a CPU, in Triton on a GPU.
+"""RMS norm, the gated activation and rotary embedding, each one operator with its gradient: in C on a CPU, in Triton
+on a GPU.
 
 Values are rounded where the eager formulas round them, so that in bfloat16 a result differs from the eager one where a
 sum in another order, or another exponential, falls on the other side of a rounding. Each row is computed by itself, in
@@ -33,7 +34,7 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """The module of kernels for the tensor's device; both have the same four functions."""
+    """The module of kernels for the tensor's device; both have the same functions."""
     if backend_for(tensor.device, "block") != "triton":
         return native
     from core.train.kernels.triton import block
@@ -50,6 +51,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool) -> Tensor
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, of one shape. No second derivatives."""
     return cast(Tensor, _Gate.apply(gate, up))  # type: ignore[no-untyped-call]
+
+
+def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary embedding of x [lines, heads, tokens, width], an even width: x · cos + (-x₂, x₁) · sin with x₁ and x₂ the
+    halves of x, by cosines and sines [one or `lines`, tokens, width]. The bits of the eager formula, also of the
+    gradient. No second derivatives."""
+    return cast(Tensor, _Turned.apply(x, cosine, sine))  # type: ignore[no-untyped-call]
 
 
 class _Norm(torch.autograd.Function):
@@ -87,3 +95,23 @@ class _Gate(torch.autograd.Function):
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         _kernels(gate).gate_grad(grad_gate, grad_up, grad.contiguous(), gate, up)
         return grad_gate, grad_up
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        cosine, sine = cosine.contiguous(), sine.contiguous()
+        ctx.save_for_backward(cosine, sine)
+        return _turn(x, cosine, sine, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _turn(grad, *ctx.saved_tensors, back=True), None, None
+
+
+def _turn(x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool) -> Tensor:
+    by_token = x.transpose(1, 2).contiguous()  # as projections leave it: nothing is copied
+    out = torch.empty_like(by_token)
+    _kernels(x).turn(out, by_token, cosine, sine, back)
+    return out.transpose(1, 2)

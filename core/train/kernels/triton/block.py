@@ -1,4 +1,5 @@
-"""RMS norm and the gated activation with their gradients: rows, or elements, are read once and written once.
+"""RMS norm, the gated activation and rotary embedding with their gradients: rows, or elements, are read once and
+written once.
 
 The arithmetic is float32, rounded where the eager formulas round it, as in the C kernels (native.c). A row is summed up
 by the threads of one program in an order that its width alone decides. Formulas of eager PyTorch take five to ten
@@ -106,6 +107,32 @@ def _gate_grad(grad_gate, grad_up, grad, gate, up, last, rest, each: tl.constexp
     tl.store(grad_gate + start + at, of_gate.to(grad_gate.dtype.element_ty), mask=live)
 
 
+@triton.jit(do_not_specialize=["rows", "tokens", "of_angles"])
+def _turn(  # type: ignore[no-untyped-def]
+    out, x, cosine, sine, rows, heads, tokens, of_angles, half, back: tl.constexpr, each: tl.constexpr,
+    columns: tl.constexpr,
+):  # fmt: skip
+    """`each` rows, of a head of a token, a program; `of_angles` tokens have angles, or as many as one line has."""
+    first = tl.program_id(0).to(tl.int64) * each
+    row, column = tl.arange(0, each), tl.arange(0, columns)[None, :]
+    token = (first + row) // heads
+    token = tl.where(of_angles == tokens, token % tokens, token)
+    live = (first + row < rows)[:, None] & (column < half)
+    at, angle = (first + row)[:, None] * (2 * half) + column, token[:, None] * (2 * half) + column
+    low = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(x + at + half, mask=live, other=0.0).to(tl.float32)
+    low_cosine = tl.load(cosine + angle, mask=live, other=0.0).to(tl.float32)
+    high_cosine = tl.load(cosine + angle + half, mask=live, other=0.0).to(tl.float32)
+    low_sine = tl.load(sine + angle, mask=live, other=0.0).to(tl.float32)
+    high_sine = tl.load(sine + angle + half, mask=live, other=0.0).to(tl.float32)
+    from_high = _rounded(high * (high_sine if back else low_sine), out, True)
+    from_low = _rounded(low * (low_sine if back else high_sine), out, True)
+    low, high = _rounded(low * low_cosine, out, True), _rounded(high * high_cosine, out, True)
+    low, high = (low + from_high, high - from_low) if back else (low - from_high, high + from_low)
+    tl.store(out + at, low.to(out.dtype.element_ty), mask=live)
+    tl.store(out + at + half, high.to(out.dtype.element_ty), mask=live)
+
+
 # --- what they compute -----------------------------------------------------------------------------
 
 
@@ -153,6 +180,19 @@ def gate_grad(grad_gate: Tensor, grad_up: Tensor, grad: Tensor, gate: Tensor, up
             )  # fmt: skip
 
 
+def turn(out: Tensor, x: Tensor, cosine: Tensor, sine: Tensor, back: bool) -> None:
+    """`core.train.kernels.native.turn`; all contiguous, of one dtype of DTYPES."""
+    lines, tokens, heads, width = x.shape
+    rows = lines * tokens * heads
+    if rows and width:
+        grid, shape = _rows(rows, width // 2)
+        with on(x):
+            _turn[grid](
+                out, x, cosine, sine, rows, heads, tokens, len(cosine) * tokens, width // 2, back=back,
+                enable_fp_fusion=False, **shape,
+            )  # fmt: skip
+
+
 def _rows(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     """Grid and shape of programs that each take as many whole rows as their threads read at once."""
     columns = triton.next_power_of_2(width)
@@ -189,7 +229,16 @@ def cases() -> list[Case]:
             Case(f"gate {name}, gradient", lambda: gate_grad(x, x, x, x, x)),
         ]
 
+    def turns(name: str, width: int, dtype: torch.dtype) -> list[Case]:
+        x, angles = some(2, 2048, 32, width, dtype=dtype), some(1, 2048, width, dtype=dtype)
+        return [
+            Case(f"turn {name}", lambda: turn(x, x, angles, angles, False)),
+            Case(f"turn {name}, gradient", lambda: turn(x, x, angles, angles, True)),
+        ]
+
     return [
+        *turns("bfloat16", 128, torch.bfloat16),
+        *turns("float32", 64, torch.float32),
         *both("bfloat16", 4096, torch.bfloat16),
         *both("bfloat16, of heads", 128, torch.bfloat16),
         *both("bfloat16, from one, wide", 16384, torch.bfloat16, from_one=True),
