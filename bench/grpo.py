@@ -7,6 +7,10 @@ generators; since draws differ, its figure is processor seconds for each token d
 from that in training. Same LoRA on all linear layers, precision and micro-batches, one process, in turn. `--alike`:
 share of the groups of `step` whose answers all have one reward, which eft leaves out of its passes.
 
+`reward` (alone: `--only reward`): processor seconds until the answers to sums of two numbers have a named mean reward,
+1 for the right sum and else 0, in the last four steps together (bench/grpo_sums.py). Both start from the same short
+fine-tuning of all weights on other sums, and learn from the same prompts at the same rate.
+
 `memory`: how far the resident memory of the process grew at its highest point during a contender's steps, beyond what
 it was before them with the model loaded.
 
@@ -24,12 +28,13 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench import wheel
+from bench.grpo_sums import LIMIT, Sums, tune
 from bench.qlora import Tee
 from bench.report import compare, finish, hardware, show
 from core.train.__main__ import before_torch
@@ -51,12 +56,22 @@ class Setting:
     new: int
     alike: float
     bf16: bool
+    sums: Sums | None = None
+    """What is asked in `reward`."""
+    seed: int = SEED
+    """Of the draws."""
 
     @property
     def rollout(self) -> int:
         return self.prompts * self.answers
 
+    @property
+    def rate(self) -> float:
+        return RATE if self.sums is None else self.sums.rate
+
     def questions(self) -> list[str]:
+        if self.sums is not None:
+            return self.sums.questions
         draw = random.Random(SEED)  # noqa: S311
         return [
             f"Tell a short story about a {draw.choice(WORDS)} and a {draw.choice(WORDS)}, which "
@@ -76,6 +91,13 @@ class Setting:
             found[group * self.answers : (group + 1) * self.answers] = [0.5] * self.answers
         return found
 
+    def judged(self, texts: Sequence[str], step: int) -> list[float]:
+        """Rewards of a step's own answers."""
+        if self.sums is None:
+            return lengths_reward(texts)
+        first = step * self.prompts
+        return self.sums.rewards(texts, [first + at // self.answers for at in range(len(texts))])
+
 
 @dataclass
 class Used:
@@ -86,11 +108,18 @@ class Used:
     """MiB."""
     apart: float = 0.0
     """Largest difference of a log-probability at the draw from that in training."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each step's answers."""
 
 
 FIGURES: tuple[tuple[str, str, Callable[[Used], float]], ...] = (
     ("processor_ms_a_token", "ms", lambda one: 1000 * one.seconds / one.tokens),
     ("memory", "MiB", lambda one: one.memory),
+)
+TO_A_REWARD: tuple[tuple[str, str, Callable[[Used], float]], ...] = (
+    ("processor_s", "s", lambda one: one.seconds),
+    ("steps", "", lambda one: len(one.rewards)),
+    *FIGURES[1:],
 )
 
 
@@ -152,11 +181,11 @@ def ours(setting: Setting, *, drawn: bool, exact: bool = False) -> Used:
     from core.train.rollout.loader import advantages
     from core.train.stages.rollout.grpo import GroupRelativePolicy
 
-    seed_all(SEED)
+    seed_all(setting.seed)
     dtype = torch.bfloat16 if setting.bf16 else torch.float32
     tokenizer: Any = AutoTokenizer.from_pretrained(setting.model_dir)
     model: Any = adapt_lora(load_model(setting.model_dir, dtype), LoRA(r=RANK, lora_alpha=2 * RANK))
-    rate = AdamW(learning_rate=RATE, weight_decay=0.0)
+    rate = AdamW(learning_rate=setting.rate, weight_decay=0.0)
     pad = int(tokenizer.pad_token_id)
     engine = build_engine(model, rate, autocast=torch.bfloat16 if setting.bf16 else None, pad_token_id=pad)
     spec = GRPO.model_validate(
@@ -195,13 +224,13 @@ def ours(setting: Setting, *, drawn: bool, exact: bool = False) -> Used:
             with watch.step():
                 if drawn:
                     params = SamplingParams(setting.new, 1.0, stop_token_ids=(int(tokenizer.eos_token_id),))
-                    keys = [[(SEED, step, at, n) for n in range(setting.answers)] for at in range(len(some))]
+                    keys = [[(setting.seed, step, at, n) for n in range(setting.answers)] for at in range(len(some))]
                     found = engine.complete(some, keys, params, slots=setting.rollout)
                     every = [one for answers in found for one in answers]
                     answers = [one.tokens for one in every]
                     sampler = [p for one in every for p in one.logprobs]
                     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-                    rewards = lengths_reward(texts)
+                    rewards = setting.judged(texts, step)
                 else:
                     answers = setting.completions(step)
                     sampler = [0.0] * sum(map(len, answers))
@@ -220,6 +249,9 @@ def ours(setting: Setting, *, drawn: bool, exact: bool = False) -> Used:
                     engine.backward(part.total)
                 engine.step()
             used.tokens += sum(map(len, answers))
+            used.rewards.append(sum(rewards) / len(rewards))
+            if setting.sums is not None and setting.sums.reached(used.rewards):
+                break
     return used
 
 
@@ -228,7 +260,7 @@ def by_trl(setting: Setting, *, drawn: bool) -> Used:
     import trl.trainer.grpo_trainer
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, TrainerCallback
 
     from bench.trl_clock import Clock
     from core.train.model.load import load_model
@@ -249,7 +281,14 @@ def by_trl(setting: Setting, *, drawn: bool) -> Used:
             return found
 
     def reward(completions: Any, completion_ids: Any, **_: Any) -> list[float]:
-        return lengths_reward(completions) if drawn else setting.rewards(completion_ids)
+        found = setting.judged(completions, calls[0] - 1) if drawn else setting.rewards(completion_ids)
+        used.rewards.append(sum(found) / len(found))
+        return found
+
+    class Reached(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if setting.sums is not None and setting.sums.reached(used.rewards):
+                control.should_training_stop = True
 
     clock = Clock()
     dtype = torch.bfloat16 if setting.bf16 else torch.float32
@@ -265,14 +304,15 @@ def by_trl(setting: Setting, *, drawn: bool) -> Used:
             temperature=1.0,
             shuffle_dataset=False,
             max_steps=setting.steps,
-            learning_rate=RATE,
+            learning_rate=setting.rate,
+            lr_scheduler_type="constant",
             gradient_checkpointing=False,
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
             use_cpu=True,
             bf16=setting.bf16,
-            seed=SEED,
+            seed=setting.seed,
             disable_tqdm=True,
         )
         made: Any = Peer
@@ -285,11 +325,12 @@ def by_trl(setting: Setting, *, drawn: bool) -> Used:
             peft_config=LoraConfig(
                 task_type="CAUSAL_LM", r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules="all-linear"
             ),
-            callbacks=[clock],
+            callbacks=[clock, Reached()],
         )
         with Watch(used).memory():
             trainer.train()
-    assert calls[0] == setting.steps, f"{calls[0]} rollouts in {setting.steps} steps"
+    steps = len(used.rewards) if setting.sums is not None else setting.steps
+    assert calls[0] == steps, f"{calls[0]} rollouts in {steps} steps"
     used.seconds = clock.processor_seconds
     return used
 
@@ -304,8 +345,9 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=8, help="answers of a micro-batch")
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer at most")
     parser.add_argument("--alike", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=SEED, help="of the first run's draws; each later run has the next")
     parser.add_argument("--bf16", action="store_true", help="default: fp32")
-    parser.add_argument("--only", choices=["step", "loop", "exact"])
+    parser.add_argument("--only", choices=["step", "loop", "exact", "reward"])
     parser.add_argument("--report", type=Path)
     given = parser.parse_args()
     before_torch()
@@ -320,12 +362,17 @@ def main() -> None:
         given.bf16,
     )  # fmt: skip
     part = "grpo" if given.only is None else f"grpo-{given.only}"  # a part leaves the whole report as it is
-    with Tee(given.report or ROOT / "bench" / "results" / f"{part}-cpu-{datetime.now(UTC).date()}.txt"):
+    report = given.report or ROOT / "bench" / "results" / f"{part}-cpu-{datetime.now(UTC).date()}.txt"
+    with Tee(report), tempfile.TemporaryDirectory() as folder:
         print(f"{setting.model_dir.name}; {hardware()}; load average {os.getloadavg()[0]:.1f}")
+        if given.only == "reward":
+            tune(setting.model_dir, Path(folder), SEED)
+            setting = replace(setting, steps=LIMIT, model_dir=Path(folder), sums=Sums(LIMIT * given.prompts))
         print(
-            f"{given.steps} steps of {given.prompts} prompts with {given.answers} answers of at most {given.new} "
+            f"{setting.steps} steps of {given.prompts} prompts with {given.answers} answers of at most {given.new} "
             f"tokens, micro-batches of {given.micro}, LoRA of rank {RANK}, {'bf16' if given.bf16 else 'fp32'}, "
             f"{torch.get_num_threads()} thread(s); {given.alike:.0%} of the groups of `step` alike"
+            + (f"; until a mean reward of {setting.sums.named}" if setting.sums is not None else "")
         )
         told: dict[str, dict[str, Any]] = {}
         for kind in ("step", "loop", "exact") if given.only is None else (given.only,):
@@ -334,10 +381,12 @@ def main() -> None:
             peer = exactly if kind == "exact" else by_trl
             for run in range(given.runs):
                 for side in (ours, peer) if run % 2 == 0 else (peer, ours):
-                    found = side(setting, drawn=kind != "step")
+                    found = side(replace(setting, seed=given.seed + run), drawn=kind != "step")
+                    if setting.sums is not None and not setting.sums.reached(found.rewards):
+                        raise SystemExit(f"{side.__name__} has not reached the reward in {LIMIT} steps: {found}")
                     (mine if side is ours else others).append(found)
                     print(f"{kind} run {run} {side.__name__:5} {found}", flush=True)
-            for name, unit, figure in FIGURES:
+            for name, unit, figure in TO_A_REWARD if kind == "reward" else FIGURES:
                 # The peer over eft: `compare` divides its first series by its second.
                 figures = compare([figure(one) for one in others], [figure(one) for one in mine])
                 figures["ours"], figures["peer"] = figures["peer"], figures["ours"]
