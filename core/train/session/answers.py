@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from core.spec.session.verbs import Generate
 from core.train.engine import Engine
 from core.train.generation.sampling import Completion, SamplingParams
+from core.train.session.adapter import SessionAdapter
 from core.train.session.examples import (
     CHOICES,
     SessionExample,
@@ -23,17 +24,15 @@ from core.train.session.examples import (
 )
 from core.train.session.faults import BadOperation, check_finite
 from core.train.session.losses import logprobs_and_likeliest, logprobs_of
-from core.train.session.sampling import Draw, Sampler
-
-if TYPE_CHECKING:
-    from core.train.session.verbs import SessionVerbs
+from core.train.session.resident import ResidentBase
+from core.train.session.sampling import Draw, SharedSampler
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 """What an operation came to: a result and its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlannedDraw:
     """An operation that has been checked."""
 
     asked: Generate
@@ -44,13 +43,32 @@ class Plan:
     """Whether it is drawn in a batch with others."""
 
 
+class SessionPasses(Protocol):
+    """What the adapters of a session are asked for beside answers: see SessionVerbs."""
+
+    base: ResidentBase
+    exact: bool
+    between: Callable[[], None]
+
+    @property
+    def pass_tokens(self) -> int: ...
+
+    def adapter_of(self, asked: Generate) -> SessionAdapter | None: ...
+
+    def reading(self, asked: Generate) -> Any: ...
+
+    def examples(self, tensors: dict[str, Tensor]) -> list[SessionExample]: ...
+
+    def logprobs(self, engine: Engine, examples: list[SessionExample]) -> list[Tensor]: ...
+
+
 class Answers:
     """`generate` on the adapters of one session."""
 
-    def __init__(self, verbs: SessionVerbs, sampler: Sampler) -> None:
+    def __init__(self, verbs: SessionPasses, sampler: SharedSampler) -> None:
         self._verbs, self._base, self.sampler = verbs, verbs.base, sampler
 
-    def plan(self, asked: Generate, tensors: dict[str, Tensor]) -> Plan:
+    def plan(self, asked: Generate, tensors: dict[str, Tensor]) -> PlannedDraw:
         """Check an operation. BadOperation where it cannot be computed."""
         if odd := sorted(tensors.keys() - {"tokens", "lengths", "targets"}):
             words = f"there is no array `{odd[0]}`; a prompt is `tokens` and `lengths`, and may have `targets`"
@@ -78,9 +96,9 @@ class Answers:
         )
         keys = [[(asked.seed, at, sample) for sample in range(asked.num_samples)] for at in range(len(prompts))]
         draw = Draw(prompts, keys, params, self._verbs.adapter_of(asked))
-        return Plan(asked, tensors, draw, self._verbs.exact, self.sampler.mixes(draw))
+        return PlannedDraw(asked, tensors, draw, self._verbs.exact, self.sampler.mixes(draw))
 
-    def one(self, plan: Plan) -> Answer:
+    def one(self, plan: PlannedDraw) -> Answer:
         """Compute an operation by itself. BadOperation."""
         draw = plan.draw
         if plan.mixes:
@@ -96,7 +114,7 @@ class Answers:
             )
         return self.told(plan, answers)
 
-    def told(self, plan: Plan, answers: list[list[Completion]]) -> Answer:
+    def told(self, plan: PlannedDraw, answers: list[list[Completion]]) -> Answer:
         """What the caller is told of the answers to an operation: all that the model is asked for beside them is
         computed here. BadOperation."""
         asked, tensors, of_prompts = plan.asked, plan.tensors, dict[str, Tensor]()

@@ -23,7 +23,7 @@ from core.train.session.adapter import SessionAdapter
 from core.train.session.resident import ResidentBase
 
 PROMPTS, SAMPLES, TOKENS = (37, 3, 70), 2, 4
-"""Of the trial: tokens of its prompts, answers to each, tokens of an answer."""
+"""Tokens of the prompts of a trial, answers to each, and tokens of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Draw:
         return max(map(len, self.prompts)) + self.params.max_new_tokens
 
 
-class Sampler:
+class SharedSampler:
     """Generates on a base, for all of its sessions."""
 
     def __init__(self, base: ResidentBase, slots: int, between: Callable[[], None]) -> None:

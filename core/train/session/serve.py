@@ -35,11 +35,11 @@ from core.train.generation.sampling import Completion
 from core.train.model.compute import prepare_compute
 from core.train.model.load import load_tokenizer
 from core.train.run import Run
-from core.train.session.answers import Answer, Plan
+from core.train.session.answers import Answer, PlannedDraw
 from core.train.session.examples import read_tensors
 from core.train.session.faults import BadOperation
 from core.train.session.resident import ResidentBase
-from core.train.session.sampling import Sampler
+from core.train.session.sampling import SharedSampler
 from core.train.session.shelf import RESIDENT, Shelf
 from core.train.session.snapshots import load_snapshot, write_snapshot
 from core.train.session.verbs import SessionVerbs
@@ -86,7 +86,7 @@ class _Asked:
 
     resident: _Resident
     frame: Frame
-    plan: Plan | ValidationError | EftError
+    plan: PlannedDraw | ValidationError | EftError
     """Or what is wrong with it."""
 
 
@@ -103,7 +103,7 @@ class _SessionLoop:
             whole = isinstance(order.spec.method, Full)
             self._base = ResidentBase(run, compute, load_tokenizer(run.tokenizer_dir), whole=whole)
             self._shelf = Shelf(self._base)
-            self._sampler = Sampler(self._base, order.slots, run.check_stop)
+            self._sampler = SharedSampler(self._base, order.slots, run.check_stop)
             self._seats = 0
             self._own = self._seated(Path(order.session_dir))
         self._sessions = {order.job_id: self._own}
@@ -190,11 +190,11 @@ class _SessionLoop:
                 if self._fits(self._waiting[session_id][0], taken):
                     taken.append(self._planned(self._take(session_id)))
                     more = True
-        mixed = [one for one in taken if isinstance(one.plan, Plan) and one.plan.mixes]
+        mixed = [one for one in taken if isinstance(one.plan, PlannedDraw) and one.plan.mixes]
         together: dict[int, list[list[Completion]]] = {}
         if len(mixed) > 1:
             try:
-                found = self._sampler.answer([one.plan.draw for one in mixed if isinstance(one.plan, Plan)])
+                found = self._sampler.answer([one.plan.draw for one in mixed if isinstance(one.plan, PlannedDraw)])
                 together = {id(one): answers for one, answers in zip(mixed, found, strict=True)}
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -204,7 +204,7 @@ class _SessionLoop:
 
     def _fits(self, frame: Frame, taken: list[_Asked]) -> bool:
         """Whether a frame may be answered in one batch with others."""
-        plans = [one.plan for one in taken if isinstance(one.plan, Plan)]
+        plans = [one.plan for one in taken if isinstance(one.plan, PlannedDraw)]
         if not _draws(frame) or sum(plan.draw.answers for plan in plans) >= self._sampler.slots:
             return False
         folders = {plan.asked.folder for plan in plans} | {frame.header["op"].get("folder")}
@@ -213,7 +213,7 @@ class _SessionLoop:
     def _planned(self, frame: Frame) -> _Asked:
         one = self._sessions[self._whose(frame)]
 
-        def plan() -> Plan:
+        def plan() -> PlannedDraw:
             operation, tensors = _read(frame)
             assert isinstance(operation, Generate)
             one.verbs.exact = bool(frame.header.get("exact"))
@@ -228,7 +228,7 @@ class _SessionLoop:
         plan, verbs = asked.plan, asked.resident.verbs
 
         def compute() -> Answer:
-            if not isinstance(plan, Plan):
+            if not isinstance(plan, PlannedDraw):
                 raise plan
             return verbs.answers.one(plan) if answers is None else verbs.answers.told(plan, answers)
 

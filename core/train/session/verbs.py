@@ -44,7 +44,7 @@ from core.train.session.examples import (
 from core.train.session.faults import BadOperation, NoSuchModel, check_finite
 from core.train.session.losses import check_loss, logprobs_of, loss_sum, rows_together
 from core.train.session.resident import ResidentBase
-from core.train.session.sampling import Sampler
+from core.train.session.sampling import SharedSampler
 from core.train.session.shelf import Shelf, check_adapter, method_of
 from core.train.stage import Loss, Totals
 
@@ -58,7 +58,7 @@ class SessionVerbs:
         self,
         base: ResidentBase,
         shelf: Shelf,
-        sampler: Sampler,
+        sampler: SharedSampler,
         folder: Path,
         *,
         seat: int = 0,

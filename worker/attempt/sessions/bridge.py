@@ -175,7 +175,7 @@ class SessionBridge:
         return Frame(header, tensors)
 
     def _write(self, rows: Sequence[SessionOperation], answers: Sequence[Frame]) -> None:
-        """Of all of them in one transaction: their callers wait."""
+        """Write the answers down in one transaction, since all of their callers wait."""
         sums: list[str | None] = []
         for row, answer in zip(rows, answers, strict=True):
             sums.append(hashlib.sha256(answer.body).hexdigest() if answer.body else None)
