@@ -9,7 +9,7 @@ from core.errors import DataError, SpecError
 from core.train.render.renderer import Renderer
 
 MODEL, ENVIRONMENT = "assistant", "environment"
-"""Who speaks in a turn."""
+"""The speakers of turns."""
 ASKED = "a question"
 ANSWERS = ("one", "another 2")
 """Answers that end in different tokens: what is the same behind both is what the chat template writes there."""
