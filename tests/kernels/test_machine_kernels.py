@@ -25,7 +25,8 @@ MORE = [
     "gemv nf4, 5 rows of 9 columns, bias", "gemv nf4, rows that begin within a block",
     "gemv int8, 3 rows of 7 columns, ragged", "loss, a small vocabulary", "loss float32, every option",
     "loss, numbers that are none", "norm, rows of 63", "norm float32, rows of 577, gradient",
-    "gate float32, ragged by 1", "gate, 33 numbers, gradient",
+    "gate float32, ragged by 1", "gate, 33 numbers, gradient", "turn, 3 heads of 14, angles of each line",
+    "turn float32, 5 heads of 6, gradient",
 ]  # fmt: skip
 
 

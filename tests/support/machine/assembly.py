@@ -24,6 +24,7 @@ VCC, TTMP, M0, NULL, EXEC = 106, 108, 124, 125, 126
 IGNORED = (
     "s_nop", "s_waitcnt", "s_wait_", "s_delay_alu", "s_clause", "s_sendmsg", "buffer_gl0_inv", "global_inv",
     "buffer_inv", "s_set_gpr_idx_off", "s_code_end", "s_sleep", "s_setprio", "s_icache_inv",
+    "s_set_inst_prefetch_distance",
 )  # fmt: skip
 """Waits, hints and cache controls. The machine finishes an instruction before the next one, and has no caches."""
 

@@ -195,6 +195,25 @@ def gate(dtype: torch.dtype, count: int, gradient: bool = False) -> Run:
     return Run(launch, check)
 
 
+def turn(dtype: torch.dtype, width: int, heads: int = 32, lines_of_angles: int = 1, back: bool = False) -> Run:
+    """Rotary embedding, or its gradient; the bits of the eager formula."""
+    lines, tokens = 2, 3
+    angles = _random(lines_of_angles, tokens, width, seed=2)
+    x, cosine, sine = _random(lines, tokens, heads, width).to(dtype), angles.cos().to(dtype), angles.sin().to(dtype)
+    out = torch.empty_like(x)
+
+    def launch() -> Tensor:
+        block.turn(out, x, cosine, sine, back)
+        return out
+
+    def check(out: Tensor) -> None:
+        cos, sin = cosine.unsqueeze(2), sine.unsqueeze(2)
+        low, high = (x * sin if back else x).chunk(2, -1)
+        _same(out, x * cos + (torch.cat([high, -low], -1) if back else torch.cat([-high, low], -1) * sin))
+
+    return Run(launch, check)
+
+
 EVERY = HeadOptions(softcap=30.0, label_smoothing=0.1)
 _TILE = 2048
 TABLED: dict[str, Callable[[], Run]] = {
@@ -226,6 +245,10 @@ TABLED: dict[str, Callable[[], Run]] = {
     "gate bfloat16, gradient": lambda: gate(torch.bfloat16, 2 * _TILE + 96, gradient=True),
     "gate float32": lambda: gate(torch.float32, _TILE + 96),
     "gate float32, gradient": lambda: gate(torch.float32, _TILE + 96, gradient=True),
+    "turn bfloat16": lambda: turn(torch.bfloat16, 128),
+    "turn bfloat16, gradient": lambda: turn(torch.bfloat16, 128, back=True),
+    "turn float32": lambda: turn(torch.float32, 64),
+    "turn float32, gradient": lambda: turn(torch.float32, 64, back=True),
 }
 """By the names of `record.cases()`."""
 MORE: dict[str, Callable[[], Run]] = {
@@ -245,6 +268,8 @@ MORE: dict[str, Callable[[], Run]] = {
     "norm float32, rows of 577, gradient": lambda: norm(torch.float32, 577, 3, gradient=True),
     "gate float32, ragged by 1": lambda: gate(torch.float32, _TILE + 1),
     "gate, 33 numbers, gradient": lambda: gate(torch.bfloat16, 33, gradient=True),
+    "turn, 3 heads of 14, angles of each line": lambda: turn(torch.bfloat16, 14, 3, 2),
+    "turn float32, 5 heads of 6, gradient": lambda: turn(torch.float32, 6, 5, 2, back=True),
 }
 
 

@@ -129,6 +129,10 @@ def execute(waves: Waves, ins: Instruction) -> bool:
         a, b = (_take(waves, ins, place, kind) for place in (0, 1))
         relation = "ne" if found[1] == "lg" and kind[0] != "f" else found[1]
         waves.put_scc(np.broadcast_to(COMPARE[relation](a, b), (waves.count,)))
+    elif found := re.fullmatch(r"s_bitcmp([01])_b(32|64)", name):
+        word, place = _take(waves, ins, 0, f"u{found[2]}"), _take(waves, ins, 1, "u32")
+        bit = shift(word, place, False) & word.dtype.type(1)
+        waves.put_scc(np.broadcast_to(bit == int(found[1]), (waves.count,)))
     elif name in ("s_cselect_b32", "s_cselect_b64"):
         kind = f"u{name[-2:]}"
         a, b = (_take(waves, ins, place, kind) for place in (1, 2))

@@ -107,30 +107,30 @@ def _gate_grad(grad_gate, grad_up, grad, gate, up, last, rest, each: tl.constexp
     tl.store(grad_gate + start + at, of_gate.to(grad_gate.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "of_angles"])
+@triton.jit(do_not_specialize=["tokens", "lines"])
 def _turn(  # type: ignore[no-untyped-def]
-    out, x, cosine, sine, rows, heads, tokens, of_angles, half, back: tl.constexpr, each: tl.constexpr,
-    columns: tl.constexpr,
-):  # fmt: skip
-    """`each` rows, of a head of a token, a program; `of_angles` tokens have angles, or as many as one line has."""
-    first = tl.program_id(0).to(tl.int64) * each
-    row, column = tl.arange(0, each), tl.arange(0, columns)[None, :]
-    token = (first + row) // heads
-    token = tl.where(of_angles == tokens, token % tokens, token)
-    live = (first + row < rows)[:, None] & (column < half)
-    at, angle = (first + row)[:, None] * (2 * half) + column, token[:, None] * (2 * half) + column
-    low = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-    high = tl.load(x + at + half, mask=live, other=0.0).to(tl.float32)
-    low_cosine = tl.load(cosine + angle, mask=live, other=0.0).to(tl.float32)
-    high_cosine = tl.load(cosine + angle + half, mask=live, other=0.0).to(tl.float32)
-    low_sine = tl.load(sine + angle, mask=live, other=0.0).to(tl.float32)
-    high_sine = tl.load(sine + angle + half, mask=live, other=0.0).to(tl.float32)
-    from_high = _rounded(high * (high_sine if back else low_sine), out, True)
-    from_low = _rounded(low * (low_sine if back else high_sine), out, True)
-    low, high = _rounded(low * low_cosine, out, True), _rounded(high * high_cosine, out, True)
-    low, high = (low + from_high, high - from_low) if back else (low - from_high, high + from_low)
-    tl.store(out + at, low.to(out.dtype.element_ty), mask=live)
-    tl.store(out + at + half, high.to(out.dtype.element_ty), mask=live)
+    out, x, cosine, sine, heads, tokens, lines, half, back: tl.constexpr, each: tl.constexpr, columns: tl.constexpr
+):
+    """A program for the angles of a token, with which it turns all heads of the tokens there in `lines` lines."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, columns)[None, :]
+    known, angle = column < half, token * (2 * half) + column
+    low_cosine = tl.load(cosine + angle, mask=known, other=0.0).to(tl.float32)
+    high_cosine = tl.load(cosine + angle + half, mask=known, other=0.0).to(tl.float32)
+    low_sine = tl.load(sine + angle, mask=known, other=0.0).to(tl.float32)
+    high_sine = tl.load(sine + angle + half, mask=known, other=0.0).to(tl.float32)
+    if back:
+        low_sine, high_sine = -high_sine, -low_sine
+    for line in range(lines):
+        for start in range(0, heads, each):
+            head = start + tl.arange(0, each)
+            live = (head < heads)[:, None] & known
+            at = ((line * tokens + token) * heads + head)[:, None] * (2 * half) + column
+            low = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+            high = tl.load(x + at + half, mask=live, other=0.0).to(tl.float32)
+            from_high, from_low = _rounded(high * low_sine, out, True), _rounded(low * high_sine, out, True)
+            low, high = _rounded(low * low_cosine, out, True), _rounded(high * high_cosine, out, True)
+            tl.store(out + at, (low - from_high).to(out.dtype.element_ty), mask=live)
+            tl.store(out + at + half, (high + from_low).to(out.dtype.element_ty), mask=live)
 
 
 # --- what they compute -----------------------------------------------------------------------------
@@ -183,13 +183,13 @@ def gate_grad(grad_gate: Tensor, grad_up: Tensor, grad: Tensor, gate: Tensor, up
 def turn(out: Tensor, x: Tensor, cosine: Tensor, sine: Tensor, back: bool) -> None:
     """`core.train.kernels.native.turn`; all contiguous, of one dtype of DTYPES."""
     lines, tokens, heads, width = x.shape
-    rows = lines * tokens * heads
-    if rows and width:
-        grid, shape = _rows(rows, width // 2)
+    if x.numel():
+        columns = triton.next_power_of_2(width // 2)
+        each = max(1, min(triton.next_power_of_2(heads), THREADS * PER_THREAD // columns))
         with on(x):
-            _turn[grid](
-                out, x, cosine, sine, rows, heads, tokens, len(cosine) * tokens, width // 2, back=back,
-                enable_fp_fusion=False, **shape,
+            _turn[(len(cosine) * tokens,)](
+                out, x, cosine, sine, heads, tokens, lines // len(cosine), width // 2, back=back, each=each,
+                columns=columns, num_warps=warps(THREADS), num_stages=1, enable_fp_fusion=False,
             )  # fmt: skip
 
 
