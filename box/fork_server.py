@@ -16,19 +16,17 @@ import importlib
 import json
 import os
 import re
-import runpy
 import signal
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from core import HOME, private
 from core.base.collector import importing
-from core.base.forks import Forked, fork_orphan, rename
+from core.base.forks import Forked, become_module, fork_orphan
 from core.base.process import adopting_orphans, die_with_parent
 
 IMPORTS = (
@@ -176,12 +174,7 @@ def _become(order: dict[str, Any], descriptors: list[int], supervisor: int) -> N
         os.set_inheritable(descriptor, True)
     os.environ.clear()
     os.environ.update(order["environment"])
-    module, arguments = order["module"], order["arguments"]
-    rename([sys.executable, "-m", module, *arguments])
-    sys.argv = [module, *arguments]
-    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # runpy's: that is meant here
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit()
+    become_module(order["module"], order["arguments"])
 
 
 if __name__ == "__main__":

@@ -90,17 +90,22 @@ def rename(arguments: list[str]) -> None:
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
-def run_module(module: str, arguments: Sequence[str]) -> int:
-    """Go on as `python -m MODULE ARGUMENTS` in this process, under that command line; the exit status it ends with.
-    Raises ValueError where there is no room for the command line."""
+def become_module(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Go on as `python -m MODULE ARGUMENTS` in this process, under that command line; ends as any Python program does,
+    by SystemExit or what the module raises. Raises ValueError where there is no room for the command line."""
     rename([sys.executable, "-m", module, *arguments])
     sys.argv = [module, *arguments]
     warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # runpy's: that is meant here
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def run_module(module: str, arguments: Sequence[str]) -> int:
+    """The exit status that `become_module` ends with; 1, with the traceback on standard error, where it raises."""
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        become_module(module, arguments)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
         return 1
-    return 0

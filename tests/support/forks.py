@@ -15,13 +15,11 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +27,7 @@ from typing import Any, NoReturn
 from box import fork_server
 from core import HOME
 from core.base.collector import importing
-from core.base.forks import Forked, fork_orphan, rename
+from core.base.forks import Forked, become_module, fork_orphan
 from core.base.process import adopting_orphans, die_with_parent
 
 IMPORTS = (*fork_server.IMPORTS, "box.up", "core.db.migrate")
@@ -195,11 +193,7 @@ def _become(order: Mapping[str, Any], output: int) -> NoReturn:
     os.environ.update(order["environment"])
     _show_environment()
     module, *arguments = order["command"]
-    rename([sys.executable, "-m", module, *arguments])
-    sys.argv = [module, *arguments]
-    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # runpy's: that is meant here
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit()
+    become_module(module, arguments)
 
 
 def _show_environment() -> None:
