@@ -32,6 +32,7 @@ from core.train.base.rng import capture_rng, restore_rng
 from core.train.batch import Batch
 from core.train.generation import fallback
 from core.train.generation.generator import SlotGenerator
+from core.train.generation.products import few_rows
 from core.train.generation.sampling import Completion, Key, SamplingParams, Stops
 from core.train.generation.trial import SlotTrial, try_slots
 from core.train.model.load import count_parameters
@@ -279,7 +280,7 @@ class Engine:
         stops = Stops(params, decode)
         limits = [params.max_new_tokens] * len(prompts) if most is None else most
         why = self.without_slots(max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)))
-        with self.inference() as model:
+        with self.inference() as model, few_rows(model, self.device) if self.policy.exact is None else nullcontext():
             if why is None:
                 generator = SlotGenerator(
                     model,

@@ -11,6 +11,7 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from torch.nn import functional
 
 from core.train.kernels import interface, native, portable
 from core.train.loss.linear_cross_entropy import linear_cross_entropy
@@ -162,17 +163,40 @@ def test_few_rows_are_the_product_of_the_dense_weight(
 
 
 @few_rows_here
-@pytest.mark.parametrize(("rows", "n"), [(1, 4), (7, 1003), (16, 64)])
-def test_a_head_of_16_bits_is_multiplied_as_it_is(rows: int, n: int) -> None:
-    """Float32 sums, within 1e-6 of the norm; and those of a row do not depend on the others."""
-    x, weight = (torch.randn(size, 96, generator=torch.Generator().manual_seed(size)).bfloat16() for size in (rows, n))
-    out = torch.empty(rows, n)
-    native.wide_product(x, weight, out)
-    wanted = x.double() @ weight.double().t()
-    assert float((out.double() - wanted).norm() / wanted.norm()) < 1e-6
-    alone = torch.empty(1, n)
-    native.wide_product(x[-1:], weight, alone)
+@pytest.mark.parametrize(
+    ("rows", "n", "rank", "dtype"),
+    pairwise([1, 3, 7, 9, 18], [1, 4, 95], [0, 16, 48], [torch.bfloat16, torch.float32]),
+)
+def test_a_dense_weight_is_multiplied_as_it_is(rows: int, n: int, rank: int, dtype: torch.dtype) -> None:
+    """With an adapter beside it or none. Float32 sums, within 1e-6 of the sum of magnitudes; and those of a row do not
+    depend on the others."""
+    source = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(size, 96, generator=source).to(dtype) for size in (rows, n))
+    a, b = torch.randn(rank, 96, generator=source), torch.randn(n, rank, generator=source)
+    adapter = native.LowRank(a, b, 0.7, narrow=False) if rank else None
+    bias = torch.randn(n, generator=source)
+    out, alone = torch.empty(rows, n), torch.empty(1, n)
+    native.wide_product(x, weight, out, bias=bias, adapter=adapter)
+    x64, low = x.double(), 0.7 * (b.double() @ a.double())
+    magnitude = x64.abs() @ (weight.double().abs() + 0.7 * b.double().abs() @ a.double().abs()).t() + bias.abs()
+    assert bool(((out - x64 @ (weight.double() + low).t() - bias).abs() <= 1e-6 * magnitude).all())
+    native.wide_product(x[-1:], weight, alone, bias=bias, adapter=adapter)
     assert torch.equal(alone[0], out[-1])
+
+
+@few_rows_here
+def test_narrow_products_are_rounded_where_bfloat16s_are() -> None:
+    """At most one rounding apart: sums in float32 are added up in another order."""
+    source = torch.Generator().manual_seed(0)
+    x, weight, a, b = (
+        torch.randn(*shape, generator=source).bfloat16() for shape in ((5, 96), (64, 96), (16, 96), (64, 16))
+    )
+    out, bias = torch.empty(5, 64), torch.randn(64, generator=source).bfloat16()
+    adapter = native.LowRank(a.float(), b.float(), 0.7, narrow=True)
+    native.wide_product(x, weight, out, bias=bias, adapter=adapter, narrow=True)
+    wanted = functional.linear(x, weight, bias) + functional.linear(functional.linear(x, a), b) * 0.7
+    assert float((out.bfloat16() == wanted).float().mean()) > 0.98
+    torch.testing.assert_close(out.bfloat16(), wanted, rtol=2**-7, atol=0.1)
 
 
 def test_what_the_kernels_of_few_rows_do_not_serve_is_left_to_others() -> None:

@@ -29,6 +29,7 @@ from core.train.batch import IGNORE_INDEX, Batch
 from core.train.engine import Engine, build_engine
 from core.train.generation.sampling import SamplingParams, by_products, drawn, filtered, uniform
 from core.train.generation.slots import SlotCache
+from core.train.kernels import interface, native
 from core.train.methods.lora import adapt_lora
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import load_quantized
@@ -174,6 +175,49 @@ def test_in_bf16_the_log_probabilities_are_near_those_of_training() -> None:
     engine = engine_of(llama(), autocast=True)
     (one,) = engine.complete([PROMPTS[1]], [[(3,)]], SamplingParams(16, temperature=1.0), slots=1)[0]
     assert_logprobs(engine, PROMPTS[1], one.tokens, one.logprobs, 0.3)
+
+
+@pytest.mark.skipif(not native.multiplies_few_rows(64), reason="the C kernels of few rows need AVX-512")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_products_of_few_rows_with_dense_weights_are_those_of_the_model(
+    bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with biases and adapters that the kernel takes, and a head. Log-probabilities are within 1e-4 of those of
+    training (bfloat16: 1e-2), and answers in float32 are those without the kernel."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "attention_bias": True}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16 if bf16 else torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.normal_()
+    engine = engine_of(model, autocast=bf16)
+    taken: list[tuple[int, ...]] = []
+    kernel = native.wide_product
+
+    def watched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, **more: Any) -> None:
+        taken.append((len(x), len(weight)))
+        kernel(x, weight, out, **more)
+
+    monkeypatch.setattr(native, "wide_product", watched)
+    params, keys = SamplingParams(6, temperature=1.0), keyed(2)
+    found = engine.complete(PROMPTS, keys, params, slots=5)
+    layers = 2 * 5  # all but those of keys and values, whose weights are small
+    assert taken.count((5, 256)) >= 6 * layers and (5, 512) in taken
+    for prompt, answers in zip(PROMPTS, found, strict=True):
+        for one in answers:
+            assert_logprobs(engine, prompt, one.tokens, one.logprobs, 0.01 if bf16 else 1e-4)
+    assert not any("forward" in vars(module) for module in engine.model.modules())
+    if bf16:
+        return
+    taken.clear()
+    try:
+        interface.veto("native", "to compare", "gemv")
+        assert [[one.tokens for one in mine] for mine in engine.complete(PROMPTS, keys, params, slots=5)] == [
+            [one.tokens for one in mine] for mine in found
+        ]
+    finally:
+        interface.unveto()
+    assert not taken
 
 
 def mamba() -> Any:

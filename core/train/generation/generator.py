@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from core.train.attention.exact import ROWS, Exact, LastTokens, some_rows
+from core.train.generation.products import reads_once
 from core.train.generation.sampling import Completion, Key, Likeliest, SamplingParams, Stops, choose, likeliest_of
 from core.train.generation.slots import SlotCache, attention_over
+from core.train.kernels import native
 from core.train.logits import head_at
-from core.train.loss.chunk import reads_once, wide_product
+from core.train.loss.chunk import wide_product
 from core.train.loss.head import OutputHead, hidden_states
 
-FEW_PLACES = 16
-"""Rows up to which a head of 16 bits is multiplied more quickly as it is than by its copy in float32."""
 WIDENED_BYTES = 256 << 20
 """Largest head in float32 that is kept for the time of a call where the device has no product of 16 bits that answers
 in float32."""
@@ -50,13 +50,15 @@ class LastLogits:
         self.products: Tensor | None = None
         """Those of the last pass, where they are exact."""
         self._weight: Tensor | None = None
+        self._once = False
+        """The C kernel multiplies by the head as it is."""
         if isinstance(head, OutputHead):
             where = head.weight.device.type
             autocast = torch.is_autocast_enabled(where)
             self._dtype = torch.get_autocast_dtype(where) if autocast else head.weight.dtype
             self._weight = head.weight.to(self._dtype)
-            few = not apart and rows <= FEW_PLACES and reads_once(self._weight)
-            if where == "cpu" and 4 * head.weight.numel() <= WIDENED_BYTES and not few:
+            self._once = not apart and exact is None and reads_once(self._weight, rows)
+            if where == "cpu" and 4 * head.weight.numel() <= WIDENED_BYTES and not self._once:
                 self._weight = self._weight.float()
 
     def at(self, places: Tensor, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -85,6 +87,9 @@ class LastLogits:
         if self.apart and states.dtype is torch.float32 and 4 * weight.numel() <= WIDENED_BYTES:
             return torch.mm(states, weight)  # of as few rows as give their bits (exact.py)
         found = torch.empty((len(states), weight.shape[1]), dtype=torch.float32, device=states.device)
+        if self._once:
+            native.wide_product(states, weight.t(), found)
+            return found
         if not self.apart:
             wide_product(states, weight, out=found)
             return found

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 BLOCK = 256
-"""Columns of one product in running sums on a GPU."""
+"""Tokens whose probabilities are summed together in a draw; columns of one product in running sums on a GPU."""
 TAIL = 8
 """Tokens beyond those of the longest stop string that are decoded to look for one."""
 
@@ -102,7 +103,7 @@ def choose(
     """Choose a token for each row of logits [rows, vocabulary]: int64 [rows], and its log-probability, float32 [rows].
     `positions`: the place of the token in each answer, from 0."""
     logits = logits.float()
-    if params.temperature > 0:
+    if params.temperature not in (0, 1):
         logits = logits / params.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     if params.temperature > 0:
@@ -140,10 +141,25 @@ def filtered(logprobs: Tensor, params: SamplingParams) -> Tensor:
 
 def drawn(logprobs: Tensor, numbers: Tensor) -> Tensor:
     """Draw a token of each row by a number in [0, 1): the first at which the running sum of probabilities exceeds the
-    number's share of the whole sum. int64 [rows]."""
-    sums = running_sums(logprobs.double().exp())
-    target = numbers.unsqueeze(1) * sums[:, -1:]
-    return (sums <= target).sum(dim=-1).clamp(max=logprobs.shape[1] - 1)
+    number's share of the whole sum. int64 [rows].
+
+    Sums of BLOCK tokens come first, and running sums only within the block that the number falls into: those over a
+    whole vocabulary take as long as the rest of a draw together."""
+    rows, columns = logprobs.shape
+    blocks = functional.pad(logprobs, (0, -columns % BLOCK), value=-math.inf).exp().view(rows, -1, BLOCK)
+    ends = running_sums(blocks.sum(dim=-1, dtype=torch.float64))
+    target = numbers.unsqueeze(1) * ends[:, -1:]
+    block = _first_beyond(ends, target)
+    before = ends.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0.0)
+    within = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double()
+    return (block * BLOCK + _first_beyond(running_sums(within), target - before)).squeeze(1)
+
+
+def _first_beyond(sums: Tensor, target: Tensor) -> Tensor:
+    """The place in each row of the first sum that exceeds the row's target, int64 [rows, 1]; where none does because of
+    a rounding, the last place at which something was added."""
+    last = (sums < sums[:, -1:]).sum(dim=-1, keepdim=True)
+    return torch.minimum((sums <= target).sum(dim=-1, keepdim=True), last)
 
 
 def running_sums(values: Tensor) -> Tensor:
@@ -155,7 +171,7 @@ def running_sums(values: Tensor) -> Tensor:
 def by_products(values: Tensor) -> Tensor:
     """The running sums of `running_sums` on a GPU."""
     rows, columns = values.shape
-    padded = torch.nn.functional.pad(values, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
+    padded = functional.pad(values, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     blocks = padded.shape[1]
     within = padded @ torch.ones(BLOCK, BLOCK, dtype=values.dtype, device=values.device).triu()
     before = within[:, :, -1] @ torch.ones(blocks, blocks, dtype=values.dtype, device=values.device).triu(1)

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -34,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 NAMES = (
     *("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale", "eft_adamw"),
     *("eft_norm", "eft_norm_grad", "eft_gate", "eft_gate_grad", "eft_turn"),
-    *("eft_few_bf16", "eft_few_nf4", "eft_few_int8"),
+    *("eft_few_dense", "eft_few_nf4", "eft_few_int8"),
 )
 LANES = 16
 """Floats of an AVX-512 register (few_rows.c)."""
@@ -134,9 +135,31 @@ def few_rows(x: Tensor, packed: Tensor, scales: list[Tensor], format: str, block
     return _few_rows(_ready(), x, packed, scales, format, block, n)
 
 
-def wide_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out [m, n] = x [m, k] · weight [n, k]ᵀ: `weight` contiguous and bfloat16, `out` contiguous and float32."""
-    _wide_product(_ready(), x, weight, out)
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter beside a weight [n, k]: its product is scale · (x · aᵀ) · bᵀ."""
+
+    a: Tensor
+    """[r, k], float32, contiguous; r is a multiple of LANES."""
+    b: Tensor
+    """[n, r], float32, contiguous."""
+    scale: float
+    narrow: bool
+    """Each of its three products is rounded to bfloat16, and a and b have been."""
+
+
+def wide_product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    adapter: LowRank | None = None,
+    narrow: bool = False,
+) -> None:
+    """out [m, n] = x [m, k] · weight [n, k]ᵀ + bias [n], and an adapter's product: `weight` contiguous, bfloat16 or
+    float32, `out` contiguous and float32. `narrow`: without the adapter's it is rounded to bfloat16."""
+    _wide_product(_ready(), x, weight, out, bias, adapter, narrow)
 
 
 def _few_rows(
@@ -161,10 +184,25 @@ def _few_rows(
     return out
 
 
-def _wide_product(kernels: ctypes.CDLL, x: Tensor, weight: Tensor, out: Tensor) -> None:
-    sizes = [ctypes.c_int64(size) for size in (*out.shape, weight.shape[1])]
-    wide = x.float().contiguous()
-    kernels.eft_few_bf16(_at(out), _at(wide), _at(weight), *sizes, torch.get_num_threads())
+def _wide_product(
+    kernels: ctypes.CDLL,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    adapter: LowRank | None,
+    narrow: bool,
+) -> None:
+    wide, added = x.float().contiguous(), None if bias is None else bias.float().contiguous()
+    a, b, low, rank = None, None, None, 0
+    if adapter is not None:
+        a, b, rank = adapter.a, adapter.b, len(adapter.a)
+        low = torch.empty(len(x), rank)
+    scale = ctypes.c_float(1.0 if adapter is None else adapter.scale)
+    sizes = [ctypes.c_int64(size) for size in (*out.shape, weight.shape[1], rank)]
+    rounding = _narrow(weight), int(narrow), int(adapter is not None and adapter.narrow)
+    tensors = map(_at, (out, wide, weight, added, a, b, low))
+    kernels.eft_few_dense(*tensors, scale, *sizes, *rounding, torch.get_num_threads())
 
 
 def _norm(
@@ -374,9 +412,11 @@ def _try_few_rows(kernels: ctypes.CDLL, values: Tensor) -> None:
         dequantize_int8_into(dense, int8.packed, int8.scales, 64)
         ours = _few_rows(kernels, x, int8.packed, int8.scales, "int8", 64, n)
         found.append((ours, x.float() @ dense.float().view(n, width).t()))
-    x, weight, out = values[:7].bfloat16(), values[:95].bfloat16(), torch.empty(7, 95)
-    _wide_product(kernels, x, weight, out)
-    found.append((out, x.float() @ weight.float().t()))
+    a, b, bias = values[64:96], values.view(-1)[: 95 * 32].view(95, 32), values[1, :95].contiguous()
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight, out = values[:7].to(dtype), values[:95].to(dtype), torch.empty(7, 95)
+        _wide_product(kernels, x, weight, out, bias, LowRank(a, b, 2.0, narrow=False), False)
+        found.append((out, x.float() @ weight.float().t() + bias + 2.0 * (x.float() @ a.t() @ b.t())))
     if not all(torch.allclose(ours, right, rtol=1e-5, atol=1e-6) for ours, right in found):
         raise NativeUnavailable("their products of few rows differ from torch's on this processor")
 
