@@ -295,7 +295,8 @@ def test_muon_is_torchs_for_hidden_matrices_and_adamw_elsewhere(tiny_dir: Path) 
 def test_the_maps_are_those_of_bitsandbytes() -> None:
     cpu = torch.device("cpu")
     assert torch.equal(maps_8bit(cpu)[0], create_dynamic_map(signed=True))
-    assert torch.equal(maps_8bit(cpu)[1], create_dynamic_map(signed=False))
+    roots = maps_8bit(cpu)[1]
+    assert torch.equal(roots[roots != roots.new_tensor(1.3e-6)], create_dynamic_map(signed=False)[1:])
     assert torch.equal(maps_4bit(cpu)[0], create_dynamic_map(True, 3, 4).unique())
 
 
@@ -340,6 +341,54 @@ def test_quantised_adamw_moves_as_adamw_does(name: str, tolerance: float) -> Non
     assert float((ours - exact).norm() / (exact - start).norm()) < tolerance
     small, few = series(60, 64)
     torch.testing.assert_close(alone(name, small, few), alone("adamw", small, few), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "bound", "tolerance"), [("adamw_8bit", 2.0, 0.1), ("adamw_4bit", 3.0, 0.7)])
+@pytest.mark.parametrize("size", [1.0, 1e-9])
+def test_quantised_steps_stay_bounded_whatever_the_size_of_gradients(
+    name: str, bound: float, tolerance: float, size: float
+) -> None:
+    """Gradients of one block differ a thousandfold, and each comes in one step of ten only."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.zeros(64, 64)
+    sizes = size * torch.exp(torch.randn(start.shape, generator=generator))
+    gradients = []
+    for _ in range(20):
+        comes = torch.rand(start.shape, generator=generator) < 0.1
+        gradients.append(torch.randn(start.shape, generator=generator) * sizes * comes)
+    gradients[0] = torch.randn(start.shape, generator=generator) * sizes
+    before = {"adamw": start, name: start}
+    for count in range(1, len(gradients) + 1):
+        now = {each: alone(each, start, gradients[:count], learning_rate=1.0, eps=1e-30) for each in before}
+        moved = {each: now[each] - before[each] for each in now}
+        assert float(moved[name].abs().max()) < bound * max(1.0, float(moved["adamw"].abs().max()))
+        before = now
+    assert float((before[name] - before["adamw"]).norm() / before["adamw"].norm()) < tolerance
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_state_of_a_version_before_goes_on(bits: int) -> None:
+    """Their mean of squares was quantised itself, in 8 bits by bitsandbytes' map."""
+    start, gradients = series(70, 64, count=6)
+    parameter, name = nn.Parameter(start.clone()), f"adamw_{bits}bit"
+    groups = [ParameterGroup(frozenset({"w"}), decays=True, hidden=frozenset({"w"}))]
+    optimizer = build_optimizer(spec_of(name), groups, {"w": parameter})
+    for gradient in gradients[:3]:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    state, block = optimizer.state[parameter], 256 if bits == 8 else 128
+    maps = maps_8bit if bits == 8 else maps_4bit
+    table = maps(parameter.device)[1]
+    codes, scales = state.pop("exp_avg_sq_root_q"), state.pop("exp_avg_sq_root_q_scale")
+    squares = unpack(codes, scales, table, block, bits, start.numel()).square()
+    old = create_dynamic_map(signed=False) if bits == 8 else table
+    state["exp_avg_sq_q"], state["exp_avg_sq_q_scale"] = pack(squares, old, block, bits)
+    for gradient in gradients[3:]:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    whole = alone(name, start, gradients)
+    assert "exp_avg_sq_root_q" in state and "exp_avg_sq_q" not in state
+    assert float((parameter.detach() - whole).norm() / (whole - start).norm()) < (0.02 if bits == 8 else 0.2)
 
 
 # --- rows for each ---------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """AdamW's step over means that are quantised block by block, in portable torch: what native.c does faster, to the bit.
 
+The mean of squares is kept as its root, which spans half as many orders of magnitude: of two gradients in one block,
+1 and 1e-4, the square of the smaller would be lost, and its next step divided by almost nothing.
+
 Every product and sum is an operation of its own, so that each is rounded once and in this order, wherever it runs.
 """
 
@@ -44,27 +47,29 @@ class AdamNumbers:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMeans:
-    """The two means of n values."""
+    """The mean of n values, and the root of the mean of their squares."""
 
     mean: Tensor
     """Codes, uint8 [n · bits / 8]."""
     mean_scale: Tensor
     """Float32 [blocks]."""
-    square: Tensor
-    square_scale: Tensor
+    root: Tensor
+    root_scale: Tensor
     maps: tuple[Tensor, Tensor]
     """What codes stand for, float32 in rising order."""
     block: int
     bits: int
 
 
-def adam_step(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamNumbers) -> None:
-    """Update float32 means and the parameter in place."""
+def adam_step(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamNumbers) -> Tensor:
+    """Update float32 means and the parameter in place; the root of the new mean of squares."""
     parameter.mul_(numbers.keep)
     mean.mul_(numbers.first).add_(gradient * (1.0 - numbers.first))
     square.mul_(numbers.second).add_((gradient * gradient).mul_(1.0 - numbers.second))
-    below = _sqrt(square).mul_(numbers.root).add_(numbers.eps)
+    root = _sqrt(square)
+    below = (root * numbers.root).add_(numbers.eps)
     parameter.sub_((mean / below).mul_(numbers.rate))
+    return root
 
 
 def _sqrt(values: Tensor) -> Tensor:
@@ -76,14 +81,14 @@ def _sqrt(values: Tensor) -> Tensor:
 def quantised_step(parameter: Tensor, gradient: Tensor, means: QuantisedMeans, numbers: AdamNumbers) -> None:
     """Update flat float32 values [n] and their quantised means in place."""
     bits, block = means.bits, means.block
-    both = (means.mean, means.mean_scale, means.maps[0]), (means.square, means.square_scale, means.maps[1])
+    both = (means.mean, means.mean_scale, means.maps[0]), (means.root, means.root_scale, means.maps[1])
     for start in range(0, parameter.numel(), PIECE):
         n = min(PIECE, parameter.numel() - start)
         codes = slice(start * bits // 8, -(-(start + n) * bits // 8))
         blocks = slice(start // block, -(-(start + n) // block))
-        mean, square = (unpack(code[codes], scale[blocks], table, block, bits, n) for code, scale, table in both)
-        adam_step(parameter[start : start + n], gradient[start : start + n], mean, square, numbers)
-        for (code, scale, table), values in zip(both, (mean, square), strict=True):
+        mean, root = (unpack(code[codes], scale[blocks], table, block, bits, n) for code, scale, table in both)
+        root = adam_step(parameter[start : start + n], gradient[start : start + n], mean, root.square_(), numbers)
+        for (code, scale, table), values in zip(both, (mean, root), strict=True):
             code[codes], scale[blocks] = pack(values, table, block, bits)
 
 
@@ -97,7 +102,7 @@ def pack(values: Tensor, table: Tensor, block: int, bits: int) -> tuple[Tensor, 
     n = values.numel()
     padded = nn.functional.pad(values, (0, -n % block)).view(-1, block)
     scales = padded.abs().amax(dim=1)
-    scaled = (padded / scales.clamp(min=1e-12).unsqueeze(1)).view(-1)[:n]
+    scaled = (padded / torch.where(scales > 0, scales, 1.0).unsqueeze(1)).view(-1)[:n]
     codes = torch.bucketize(scaled, bounds_of(table)).to(torch.uint8)
     if bits == 4:
         codes = nn.functional.pad(codes, (0, n % 2)).view(-1, 2)

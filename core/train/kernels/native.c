@@ -170,7 +170,7 @@ static inline float pack_block(uint8_t *codes, const float *values, const float 
         float size = of_bits(bits_of(values[i]) & 0x7fffffffu);
         largest = size > largest ? size : largest;
     }
-    float by = largest > 1e-12f ? largest : 1e-12f;
+    float by = largest > 0.0f ? largest : 1.0f;
     for (int64_t i = 0; i < n; i++) {
         scaled[i] = values[i] / by;
         place[i] = 0;
@@ -188,29 +188,29 @@ static inline float pack_block(uint8_t *codes, const float *values, const float 
 }
 
 /* AdamW over means of 8 or 4 bits; core/train/kernels/adamw.py has the arithmetic. `block` is even and at most 256. */
-void eft_adamw(float *parameter, const float *gradient, uint8_t *mean, float *mean_scale, uint8_t *square,
-               float *square_scale, const float *mean_table, const float *square_table, const float *mean_bounds,
-               const float *square_bounds, int64_t n, int64_t block, int bits, const float *numbers, int threads) {
+void eft_adamw(float *parameter, const float *gradient, uint8_t *mean, float *mean_scale, uint8_t *root,
+               float *root_scale, const float *mean_table, const float *root_table, const float *mean_bounds,
+               const float *root_bounds, int64_t n, int64_t block, int bits, const float *numbers, int threads) {
     float keep = numbers[0], first = numbers[1], first_rest = numbers[2], second = numbers[3];
-    float second_rest = numbers[4], root = numbers[5], eps = numbers[6], rate = numbers[7];
+    float second_rest = numbers[4], correction = numbers[5], eps = numbers[6], rate = numbers[7];
     int64_t blocks = (n + block - 1) / block;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t at = 0; at < blocks; at++) {
         int64_t start = at * block, here = n - start < block ? n - start : block;
-        float m[LARGEST_BLOCK], s[LARGEST_BLOCK];
+        float m[LARGEST_BLOCK], r[LARGEST_BLOCK];
         float *p = parameter + start;
         const float *g = gradient + start;
-        uint8_t *mean_codes = mean + start * bits / 8, *square_codes = square + start * bits / 8;
+        uint8_t *mean_codes = mean + start * bits / 8, *root_codes = root + start * bits / 8;
         unpack_block(m, mean_codes, mean_scale[at], mean_table, bits, here);
-        unpack_block(s, square_codes, square_scale[at], square_table, bits, here);
+        unpack_block(r, root_codes, root_scale[at], root_table, bits, here);
         for (int64_t i = 0; i < here; i++) {
             m[i] = m[i] * first + g[i] * first_rest;
-            s[i] = s[i] * second + g[i] * g[i] * second_rest;
-            float below = __builtin_sqrtf(s[i]) * root + eps;
+            r[i] = __builtin_sqrtf(r[i] * r[i] * second + g[i] * g[i] * second_rest);
+            float below = r[i] * correction + eps;
             p[i] = p[i] * keep - m[i] / below * rate;
         }
         mean_scale[at] = pack_block(mean_codes, m, mean_bounds, bits, here);
-        square_scale[at] = pack_block(square_codes, s, square_bounds, bits, here);
+        root_scale[at] = pack_block(root_codes, r, root_bounds, bits, here);
     }
 }
 

@@ -252,8 +252,8 @@ def _adamw(
     factors = (n.keep, n.first, 1.0 - n.first, n.second, 1.0 - n.second, n.root, n.eps, n.rate)
     bounds = [bounds_of(table) for table in means.maps]
     kernels.eft_adamw(
-        _at(parameter), _at(gradient), _at(means.mean), _at(means.mean_scale), _at(means.square),
-        _at(means.square_scale), _at(means.maps[0]), _at(means.maps[1]), _at(bounds[0]), _at(bounds[1]),
+        _at(parameter), _at(gradient), _at(means.mean), _at(means.mean_scale), _at(means.root),
+        _at(means.root_scale), _at(means.maps[0]), _at(means.maps[1]), _at(bounds[0]), _at(bounds[1]),
         ctypes.c_int64(parameter.numel()), ctypes.c_int64(means.block), means.bits, (ctypes.c_float * 8)(*factors),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -429,12 +429,12 @@ def _try_adamw(kernels: ctypes.CDLL, values: Tensor) -> None:
             parameter = values.clone()
             codes = (torch.zeros(-(-values.numel() * bits // 8), dtype=torch.uint8) for _ in range(2))
             scales = (torch.zeros(-(-values.numel() // block)) for _ in range(2))
-            (mean, square), (of_mean, of_square) = codes, scales
-            means = QuantisedMeans(mean, of_mean, square, of_square, rising, block, bits)
+            (mean, root), (of_mean, of_root) = codes, scales
+            means = QuantisedMeans(mean, of_mean, root, of_root, rising, block, bits)
             for turn in (1, 2):
                 numbers = AdamNumbers(0.99, 0.9, 0.999, (1.0 - 0.999**turn) ** -0.5, 1e-8, 1e-2)
                 step(parameter, values / turn, means, numbers)
-            results.append((parameter, mean, square, of_mean, of_square))
+            results.append((parameter, mean, root, of_mean, of_root))
         if not all(map(torch.equal, *results)):
             raise NativeUnavailable(f"their AdamW of {bits} bits differs from torch's on this processor")
 
