@@ -17,7 +17,7 @@ from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
-from core.train.attention.probe import prepare_packing, share_prompts
+from core.train.attention.probe import prepare_packing, prepare_padded, share_prompts
 from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
 from core.train.base.events import EventWriter, NullEventWriter
@@ -139,9 +139,12 @@ def _train(run: Run, compute: Compute) -> None:
     packing = choose_kernels(run, compute, engine, stage, data)
     if rollouts is not None:
         packing = compute_prompts_once(run, engine, data, rollouts)
+    # Compiled blocks have PyTorch's attention in their code.
+    padded = prepare_padded(engine) if packing is None and not run.spec.training.compile else None
     parts = (run, compute, data, built, engine, engine.policy)
     record = {name: value for part in parts for name, value in part.about().items()}
     record |= {"packing": packing, "total_steps": total_steps} | balance
+    record |= {"padding": padded} if padded is not None else {}
     record |= {} if rollouts is None else rollouts.answerer.about()
     used = loader.rows_until(total_steps) if isinstance(loader, RowLoader) else None
     record |= prepare_reference(run, engine, stage, data, used)

@@ -6,19 +6,30 @@ the CPU: right, or wrong in ways that such libraries have been.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from core.hardware.selftest import Choice, Part, Verdict, choose
 from core.hardware.tables.attention import LIBRARIES, libraries_for
+from core.spec.axes.optim.optimizers import AdamW
 from core.train.attention import packed, probe
 from core.train.attention.backends import Wanted, choose_attention
-from core.train.attention.segments import apart, varlen
+from core.train.attention.probe import prepare_padded
+from core.train.attention.segments import apart, side_by_side, varlen
+from core.train.base.rng import seed_all
+from core.train.batch import Batch
+from core.train.engine import Engine, build_engine
 from core.train.selftest.attention import library_checks
 from core.train.selftest.run import measure
+from tests.train.test_batching import token_rows
 
 CPU = torch.device("cpu")
 MODULE = """
@@ -182,3 +193,74 @@ def test_rows_are_of_known_architectures() -> None:
             assert about is not None and about.attention == "flash"
             names = [each.name for each in libraries_for(arch)]
             assert row.name in names and len(names) == len(set(names))
+
+
+# --- padded rows -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_itself() -> Iterator[None]:
+    """What a run sets for its process is taken back."""
+    yield
+    choose_attention("auto", "cpu", "fp32", Choice()).apply()
+
+
+def narrow_engine(window: int | None = None) -> Engine:
+    config: Any = MistralConfig(
+        vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, sliding_window=window,
+    )  # fmt: skip
+    seed_all(1)
+    return build_engine(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), AdamW(learning_rate=1e-3))
+
+
+def gradients_of(engine: Engine, batch: Batch) -> list[Tensor]:
+    for parameter in engine.model.parameters():
+        parameter.grad = None
+    with engine.training_pass():
+        loss = engine.policy.cross_entropy(batch) / batch.label_tokens
+    loss.backward()
+    return [loss.detach(), *(p.grad.float() for p in engine.model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("answer", [RIGHT, WITH_SUMS])
+def test_padded_rows_are_computed_by_it(installed: Path, answer: str) -> None:
+    install(installed, "flash_attn", answer)
+    q, k, v = (torch.randn(3, heads, 7, 16).requires_grad_() for heads in (4, 2, 2))
+    found = side_by_side(q, k, v, 0.3, "flash_attn")
+    wanted = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+    gradients = [torch.autograd.grad(each.square().sum(), (q, k, v)) for each in (found, wanted)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.usefixtures("by_itself")
+@pytest.mark.parametrize("window", [None, 8], ids=["causal", "window"])
+def test_a_run_of_padded_rows_takes_the_library_that_passed(installed: Path, window: int | None) -> None:
+    """With a window that is shorter than the rows, layers have a mask, which PyTorch's attention takes."""
+    install(installed, "flash_attn", "calls.append(1) or out", MODULE.replace("import torch\n", "calls = []\n"))
+    engine, rows = narrow_engine(window), token_rows(13, 5, 30)
+    batch = rows.collate(range(3), 0)
+    assert prepare_padded(engine) is None, "no library passed a self-test"
+    wanted = gradients_of(engine, batch)
+    choose_attention("auto", "sm_80", "bf16", choose(verdict("sm_80"))).apply()
+    assert prepare_padded(engine) == {"attention": "flash_attn"}
+    calls = sys.modules["flash_attn"].calls
+    before = len(calls)
+    found = gradients_of(engine, batch)
+    assert len(calls) - before == (2 if window is None else 0), "one call a layer"
+    torch.testing.assert_close(found, wanted, rtol=4e-2, atol=4e-3)
+
+
+@pytest.mark.usefixtures("by_itself")
+def test_a_library_that_is_wrong_for_a_model_leaves_padded_rows_to_pytorch(installed: Path) -> None:
+    install(installed, "flash_attn")
+    choice = choose(verdict("sm_80"))
+    install(installed, "flash_attn", "out if q.shape[-1] != 16 else out * 1.5")
+    sys.modules.pop("flash_attn")
+    engine = narrow_engine()
+    choose_attention("auto", "sm_80", "bf16", choice).apply()
+    found = prepare_padded(engine)
+    assert found is not None and found["attention"] == "sdpa" and "is off by" in found["not"]["flash_attn"]
+    assert engine.model.config._attn_implementation == "sdpa"
+    assert packed.Varlen.by is None and not packed.Varlen.padded

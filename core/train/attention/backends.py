@@ -33,7 +33,7 @@ class Attention:
     cudnn: bool
     """Whether torch may pick cuDNN's kernels: where they were asked for and passed, or nothing was tested."""
     libraries: tuple[str, ...]
-    """Libraries for packed rows that passed the self-test, best first."""
+    """Libraries that passed the self-test, best first."""
     asked_cudnn: bool
     varlen_veto: str | None
     """Why packed rows do not take the variable-length kernel, where that is known before it is tried."""
@@ -48,7 +48,8 @@ class Attention:
         cuda.enable_mem_efficient_sdp(anything or "efficient" in self.allowed)
         cuda.enable_math_sdp(anything or "math" in self.allowed)
         cuda.enable_cudnn_sdp(self.cudnn)
-        packed.Varlen.veto, packed.Varlen.libraries, packed.Varlen.by = self.varlen_veto, self.libraries, None
+        packed.Varlen.veto, packed.Varlen.libraries = self.varlen_veto, self.libraries
+        packed.Varlen.by, packed.Varlen.padded = None, False
 
     def fit(self, model: nn.Module) -> None:
         """Give the model its own plain attention, where that is chosen. SpecError when it has no such form."""

@@ -11,6 +11,9 @@ for a packed line calls
 
 Where a row is longer than a layer's window or chunk, or a model adds rules of its own to the mask, the mask is made.
 
+Padded rows go the same way where a library is used (`Varlen.padded`): each is as long as the longest, since padding is
+on the right and no token sees it.
+
 Rows of an example that begin alike may have that beginning in the line once (`Batch.shared`). Queries are then those of
 the line, and keys and values are gathered for each row: what it has in common with the first, and its own. No mask has
 that form.
@@ -31,7 +34,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from core.train.attention.kept import with_kept
 from core.train.attention.positions import known
-from core.train.attention.segments import apart, varlen
+from core.train.attention.segments import apart, side_by_side, varlen
 from core.train.batch import Batch
 
 NAME = "eft_packed"
@@ -50,6 +53,8 @@ class Varlen:
     """Those that passed the device's self-test, best first: to be tried."""
     veto: str | None = None
     """Why PyTorch's is not even tried: the device's self-test."""
+    padded: bool = False
+    """Whether `by` computes rows that are padded, too."""
 
 
 @contextmanager
@@ -120,7 +125,10 @@ def attend(
     """transformers' attention interface. query [1, heads, tokens, width], key and value with their own heads; the
     answer [1, tokens, heads, width]. `segments`: tokens of each row; absent: not packed. `key_places`: where the keys
     of each row are, if not at the places of its queries, and `key_segments` how many."""
+    flash = Varlen.by if not dropout and query.dtype in (torch.bfloat16, torch.float16) else None
     if segments is None or attention_mask is not None:
+        if Varlen.padded and flash is not None and attention_mask is None and _whole_rows(module, query, key, more):
+            return side_by_side(query, key, value, scaling, flash), None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )
@@ -129,9 +137,16 @@ def attend(
     key, value = with_kept(key, value)
     if key_places is not None:
         key, value = key.index_select(2, key_places), value.index_select(2, key_places)
-    if Varlen.by is not None and query.is_cuda and not dropout and query.dtype in (torch.bfloat16, torch.float16):
+    if flash is not None:
         assert cu_seq_lens_q is not None and cu_seq_lens_k is not None
         assert max_length_q is not None and max_length_k is not None
         lengths = ((cu_seq_lens_q, max_length_q), (cu_seq_lens_k, max_length_k))
-        return varlen(query, key, value, *lengths, scaling, Varlen.by), None
+        return varlen(query, key, value, *lengths, scaling, flash), None
     return apart(query, key, value, segments, scaling, dropout, key_segments), None
+
+
+def _whole_rows(module: nn.Module, query: Tensor, key: Tensor, more: Mapping[str, Any]) -> bool:
+    """Whether this is causal attention over whole rows, as in training."""
+    causal = more.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return bool(causal) and query.shape[2] == key.shape[2] and refused_argument(more) is None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from core.errors import SpecError
 from core.train.attention import packed
 from core.train.attention.segments import TORCH, apart, varlen
+from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.engine import Engine
 from core.train.logits import all_logits
@@ -34,8 +35,7 @@ COARSE = 4e-2
 
 def prepare_packing(engine: Engine) -> dict[str, Any]:
     """Set the model up for packed batches; what the run record says of it. SpecError when it mixes rows."""
-    model: Any = engine.model
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(engine)
     before = base.config._attn_implementation
     tried: dict[str, str] = {}
     if before == "sdpa" and base._can_set_attn_implementation():
@@ -57,11 +57,40 @@ def prepare_packing(engine: Engine) -> dict[str, Any]:
     )
 
 
+def prepare_padded(engine: Engine) -> dict[str, Any] | None:
+    """Have a library compute attention of padded rows, where one passed the device's self-test; what the run record
+    says of it. None: there is no such library, or the model's attention cannot be replaced."""
+    base = _base(engine)
+    before, varlen = base.config._attn_implementation, packed.Varlen
+    if not varlen.libraries or before != "sdpa" or not base._can_set_attn_implementation():
+        return None
+    rows = _rows(engine.model)
+    batch = rows.collate(range(len(rows)), 0, [0]).to(engine.device)
+    wanted = _logits(engine, batch)
+    packed.register()
+    base.set_attn_implementation(packed.NAME)
+    varlen.padded = True
+    tried: dict[str, str] = {}
+    for kernel in varlen.libraries:
+        varlen.by = kernel
+        gap = _varlen_gap(engine.device, ROWS, ROWS, kernel, _head_width(base))
+        if gap is None:
+            try:
+                gap = _apart_by(engine, wanted, _logits(engine, batch))
+            except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
+                gap = _refusal(error)
+        if gap is None:
+            return {"attention": kernel} | ({"not": tried} if tried else {})
+        tried[kernel] = gap
+    varlen.by, varlen.padded = None, False
+    base.set_attn_implementation(before)
+    return {"attention": before, "not": tried}
+
+
 def share_prompts(engine: Engine, longest: int) -> str | None:
     """Find out whether the prompt of a pair can be computed once for both answers, after `prepare_packing`. None: yes;
     else why not. `longest`: tokens of the longest sequence of the run."""
-    model: Any = engine.model
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(engine)
     if base.config._attn_implementation != packed.NAME:
         return "its attention cannot be replaced by one that knows them"
     with packed.windows() as windows:
@@ -79,20 +108,36 @@ def _gap(engine: Engine, *, pairs: bool = False) -> str | None:
     rows = _pairs(engine.model) if pairs else _rows(engine.model)
     numbers, places = range(len(rows)), range(rows.sequences)
     try:
-        with engine.inference() as model:
-            alone = [
-                all_logits(model, rows.collate([row], 0, [place]).to(engine.device))[0].float()
-                for row in numbers
-                for place in places
-            ]
-            batch = rows.pack(numbers).to(engine.device)
-            line = all_logits(model, batch)[0].float()
-            together = line if batch.shared is None else line.index_select(0, batch.shared.places)
+        each = [rows.collate([row], 0, [place]) for row in numbers for place in places]
+        alone = [_logits(engine, batch.to(engine.device))[0] for batch in each]
+        return _apart_by(engine, alone, _logits(engine, rows.pack(numbers).to(engine.device)))
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return f"its forward pass refuses them ({type(error).__name__}: {error})"
-    found = torch.split(together, list(batch.lengths))
+        return _refusal(error)
+
+
+def _base(engine: Engine) -> Any:
+    model: Any = engine.model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _refusal(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    return f"its forward pass refuses them ({type(error).__name__}: {error})"
+
+
+def _logits(engine: Engine, batch: Batch) -> list[Tensor]:
+    """Those of each row, float32 [tokens, vocabulary]."""
+    with engine.inference() as model:
+        found = all_logits(model, batch).float()
+    if not batch.packed:
+        return [row[:tokens] for row, tokens in zip(found, batch.lengths, strict=True)]
+    line = found[0] if batch.shared is None else found[0].index_select(0, batch.shared.places)
+    return list(torch.split(line, list(batch.lengths)))
+
+
+def _apart_by(engine: Engine, alone: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
+    """None when two computations of the rows' logits agree up to rounding; else by how much they differ."""
     largest = max(float(logits.abs().max()) for logits in alone)
     gap = max(float((a - b).abs().max()) for a, b in zip(alone, found, strict=True)) / max(largest, 1e-30)
     computed = engine.autocast or next(p.dtype for p in engine.model.parameters() if p.is_floating_point())

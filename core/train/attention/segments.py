@@ -80,3 +80,13 @@ def varlen(
     )
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)
+
+
+def side_by_side(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, by: str) -> Tensor:
+    """Causal attention of rows of one length, in one call of a library. query [rows, heads, tokens, width], key and
+    value with their own heads; the answer [rows, tokens, heads, width]."""
+    rows, _, tokens, _ = query.shape
+    lengths = (torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens, tokens)
+    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    out = varlen_by(by, q, k, v, lengths, lengths, scaling)
+    return out.view(rows, tokens, *out.shape[1:])
