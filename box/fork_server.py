@@ -15,7 +15,6 @@ import gc
 import importlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from core import HOME, private
+from core.base import forks
 from core.base.collector import importing
 from core.base.forks import Forked, become_module, fork_orphan
 from core.base.process import adopting_orphans, die_with_parent
@@ -36,8 +36,6 @@ IMPORTS = (
 )
 """Modules that read no settings when they are imported. Named here as texts, as the members are in their commands:
 box knows neither the API nor the worker."""
-READ_AT_START = re.compile(r"(LD|GLIBC|MALLOC|PYTHON|OMP|OPENBLAS|MKL)_?[A-Z0-9_]*|TZ|LANG|LC_[A-Z]+")
-"""Variables that the loader, C, Python and libraries of numbers read once: with another value a member starts cold."""
 ANSWER_SECONDS = 60.0
 """For a fork, which takes milliseconds, on a machine that has no turn for it."""
 READY = b"ready"
@@ -56,7 +54,7 @@ class MemberForkServer:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] | None = forks.launch(
                 [sys.executable, "-m", "box.fork_server", str(theirs.fileno()), PADDING, *imports],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -122,8 +120,7 @@ class MemberForkServer:
             process.wait()
 
     def _takes(self, environment: Mapping[str, str]) -> bool:
-        changed = {name for name, _ in {*environment.items()} ^ {*self._environment.items()}}
-        return not any(READ_AT_START.fullmatch(name) for name in changed)
+        return not any(forks.READ_AT_START.fullmatch(name) for name in forks.changed(self._environment, environment))
 
     def _ended(self) -> None:
         print("the fork server ended; API and worker start cold from now on", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from core import HOME
 from core.hardware.discover import Gpu, visible_env
 from core.hardware.tables import faults
 from core.jobs.kinds import CHILDREN, Kind
+from core.spec.run.standby import NETWORK, OFFLINE
 
 ALLOWED = frozenset({"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"})
 ALLOWED_DEVICE = re.compile(
@@ -20,11 +21,6 @@ ALLOWED_DEVICE = re.compile(
 ALLOWED_MORE = frozenset(
     {"CUDA_HOME", *faults.ALLOCATOR_VARIABLES} | {name for fault in faults.FAULTS for name in fault.set}
 )
-ALLOWED_TO_PREPARE = frozenset(
-    {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"}
-    | {name for upper in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY") for name in (upper, upper.lower())}
-)
-"""What the download of a model needs, and a trainer does not."""
 ALLOWED_TO_TRACK = re.compile(r"^(MLFLOW_TRACKING|WANDB)_[A-Z0-9_]+$")
 """Where trackers are, and keys of the service for them."""
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|DATABASE_URL", re.IGNORECASE)
@@ -51,7 +47,7 @@ def child_environment(
     sums, and with it a resume to the bit, depends on their number.
     """
     source = os.environ if inherited is None else inherited
-    allowed = ALLOWED | ALLOWED_MORE | (ALLOWED_TO_PREPARE if CHILDREN[kind].network else frozenset())
+    allowed = ALLOWED | ALLOWED_MORE | (NETWORK if CHILDREN[kind].network else frozenset())
     environment = {
         name: value
         for name, value in source.items()
@@ -68,7 +64,7 @@ def child_environment(
         "PYTHONUNBUFFERED": "1",
     }
     if not CHILDREN[kind].network:
-        environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        environment |= dict.fromkeys(OFFLINE, "1")
     routed = faults.route(environment, arch or (gpu.arch if gpu is not None else "cpu"))
     return visible_env(routed.environment | dict(cure or {}), gpu, *beside)
 
@@ -76,7 +72,7 @@ def child_environment(
 def tracker_environment(tools: Path, root: Path, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """Variables for the process of a tracker, whose library lies in `tools`. It needs the network, and sees no GPU."""
     source = os.environ if inherited is None else inherited
-    proxies = {name for name in ALLOWED_TO_PREPARE if name.upper().endswith("_PROXY")}
+    proxies = {name for name in NETWORK if name.upper().endswith("_PROXY")}
     return {
         **{name: source[name] for name in source if name in ALLOWED | proxies or ALLOWED_TO_TRACK.match(name)},
         "HOME": str(root / "home"),

@@ -6,16 +6,32 @@ forked them, and whoever ordered them waits for them.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import re
 import runpy
+import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
+
+READ_AT_START = re.compile(r"(LD|GLIBC|MALLOC|PYTHON|OMP|OPENBLAS|MKL)_?[A-Z0-9_]*|TZ|LANG|LC_[A-Z]+")
+"""Variables that the loader, C, Python and libraries of numbers read once: a process that is to have another value
+starts cold."""
+
+launch: Callable[..., Any] = subprocess.Popen
+"""Starts a fork server, with the arguments of subprocess.Popen. Tests put a fork with its imports in the place of a
+start."""
+ahead: Callable[[str], None] | None = None
+"""Called with the name of a module before this process goes on as it, while it has one thread. Tests fork here what
+`launch` will want."""
 
 
 class Forked:
@@ -46,6 +62,11 @@ class Forked:
             pid, status = os.waitpid(self.pid, options)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
+
+
+def changed(environment: Mapping[str, str], to: Mapping[str, str]) -> dict[str, str | None]:
+    """Variables of `environment` that differ in `to`, as they are there (None: absent)."""
+    return {name: to.get(name) for name, _ in {*environment.items()} ^ {*to.items()}}
 
 
 def fork_orphan(child: Callable[[], NoReturn]) -> int:
@@ -91,21 +112,55 @@ def rename(arguments: list[str]) -> None:
 
 
 def become_module(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Go on as `python -m MODULE ARGUMENTS` in this process, under that command line; ends as any Python program does,
-    by SystemExit or what the module raises. Raises ValueError where there is no room for the command line."""
+    """Go on as `python -m MODULE ARGUMENTS` in this process, under that command line, and end as Python ends a program:
+    its threads have ended, what it registered with atexit was called, its output is written. Modules are not taken
+    apart, which would copy most of the memory that is shared with other forks. Raises ValueError where there is no room
+    for the command line."""
+    if ahead is not None:
+        ahead(module)
     rename([sys.executable, "-m", module, *arguments])
-    sys.argv = [module, *arguments]
-    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # runpy's: that is meant here
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit()
+    interrupted = False
+    try:
+        code = _status(module, arguments)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code, interrupted = 1, True
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if not stream.closed:
+                stream.flush()
+        except OSError:  # nobody reads it any more
+            code = code or 120
+    if interrupted:  # whoever waits for it sees that Ctrl-C ended it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
 
 
 def run_module(module: str, arguments: Sequence[str]) -> int:
-    """The exit status that `become_module` ends with; 1, with the traceback on standard error, where it raises."""
+    """The exit status of `python -m MODULE ARGUMENTS` in this process, under that command line; 1, with the traceback
+    on standard error, where it raises."""
     try:
-        become_module(module, arguments)
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        rename([sys.executable, "-m", module, *arguments])
+        return _status(module, arguments)
     except BaseException:
         traceback.print_exc()
         return 1
+
+
+def _status(module: str, arguments: Sequence[str]) -> int:
+    sys.argv = [module, *arguments]
+    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # runpy's: that is meant here
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 0xFF
+        print(ended.code, file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from sqlalchemy import func, insert, select, update
 
 from core import HOME
+from core.base import forks as base_forks
 from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Event, File, Job, Metric, Project, UsageDay, User
@@ -32,6 +34,7 @@ from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
+from tests.support import forks as support_forks
 from tests.support import selftest
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
@@ -71,8 +74,9 @@ def forks(data: Path) -> Iterator[SharedForks]:
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     server = SharedForks(child_environment(Kind.TRAIN, gpu=None, threads=threads, root=data), lambda: False)
     thread = threading.Thread(target=server.run)
-    thread.start()
-    yield server
+    with mock.patch.object(base_forks, "launch", support_forks.launch):
+        thread.start()
+        yield server
     server.end()
     thread.join(90)
     assert not thread.is_alive()

@@ -10,17 +10,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from core.base import forks
+from core.jobs.kinds import CHILDREN, Kind
+from core.spec.axes.model import HubModel
 from core.spec.run.exit_codes import EXIT_FENCED
-from core.spec.run.standby import STANDBY_PADDING
+from core.spec.run.orders import PrepareOrder
+from core.spec.run.standby import OFFLINE, STANDBY_PADDING
 from core.train.entry.fencing import boottime
-from tests.support import trainer
+from tests.support import forks as support_forks
+from tests.support import hub, trainer
 from tests.support.service import Service, running, wait_for
 from worker import processes
 from worker.attempt import fork_server
-from worker.attempt.child import Child
+from worker.attempt.child import Child, write_order
 from worker.attempt.fork_server import ForkServer
 from worker.environment import child_environment
 
@@ -46,9 +52,9 @@ def write_run(folder: Path, model: Path, *, steps: int = 3, fence: float = 60.0,
     return trainer.write_run(folder, model, rows, fence_seconds=fence, training=training, **axes)
 
 
-def fork(server: ForkServer, folder: Path, environment: dict[str, str]) -> Child:
+def fork(server: ForkServer, folder: Path, environment: dict[str, str], module: str = TRAINER) -> Child:
     server.await_ready(lambda seconds: threading.Event().wait(seconds))
-    child = server.fork(folder, TRAINER, environment)
+    child = server.fork(folder, module, environment)
     assert child is not None
     return child
 
@@ -125,6 +131,26 @@ def test_one_that_is_not_kept_comes_with_the_first_child_and_ends_after_the_last
         assert not child.exited(0.0)
         child.kill()
         assert child.reap() == -signal.SIGKILL
+
+
+def test_a_model_is_brought_from_the_hub_by_a_fork_of_what_is_kept_from_it(tmp_path: Path) -> None:
+    """Its libraries were imported without a network and without the token."""
+    order = PrepareOrder(
+        job_id="job", attempt=1, model=HubModel(id="team/tiny"), models_dir=str(tmp_path / "models"), fence_seconds=60.0
+    )
+    of_trainers = child_environment(Kind.TRAIN, gpu=None, threads=1, root=tmp_path)
+    with hub.serving() as there, mock.patch.object(forks, "launch", support_forks.launch):
+        there.secret = "hf_hunter2"
+        settings = os.environ | {"HF_ENDPOINT": there.url, "HF_TOKEN": there.secret}
+        environment = child_environment(Kind.PREPARE, gpu=None, threads=1, root=tmp_path, inherited=settings)
+        assert not environment.keys() & set(OFFLINE)
+        with forking(of_trainers) as server:
+            write_order(tmp_path / "run", order)
+            child = fork(server, tmp_path / "run", environment, CHILDREN[Kind.PREPARE].module)
+            assert finish(child) == 0, trainer.log(tmp_path / "run")
+            (result,) = trainer.events(tmp_path / "run", "result")
+            assert Path(result["result"]["model_dir"], "config.json").is_file()
+            assert b"hunter2" not in Path(f"/proc/{server_of(server)}/environ").read_bytes()
 
 
 @pytest.fixture

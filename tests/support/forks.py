@@ -1,15 +1,19 @@
 """Programs of the service as forks of a process that has imported what they need: a start is then a tenth of a second
-of processor time, not two or three. Each process of pytest has one such process, from its first start on.
+of processor time, not two or three. Each process of pytest has two such processes, each from its first start on: one
+for programs that start no trainer, and one, a fork of it, that has a trainer's imports too.
 
 A fork has the command line, variables (in /proc too), folder, umask and descriptors of a program that is started, leads
-a session of its own, ends as any Python program does, and is a child of the test's process. `box.up` starts its own
-fork server in the same way. What differs is when modules were imported; that cold starts work is for the tests that ask
-for them (`cold`), and for all that start `eft up` by its name.
+a session of its own, ends as any Python program does, and is a child of the test's process. The fork servers of
+`box.up` and of a worker are forks as well, each made ahead by the process that will launch it (`ahead` and
+`launch` of core/base/forks.py). What differs is when modules were imported; that cold starts work is for the tests that
+ask for them (`cold`), and for all that start `eft up` by its name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -20,29 +24,41 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from box import fork_server
 from core import HOME
+from core.base import forks
 from core.base.collector import importing
 from core.base.forks import Forked, become_module, fork_orphan
 from core.base.process import adopting_orphans, die_with_parent
+from core.spec.run.standby import OFFLINE
 
 IMPORTS = (*fork_server.IMPORTS, "box.up", "core.db.migrate")
-MODULES = ("api", "api.auth.keys", "box.up", "core.db.migrate", "worker")
+TRAINER = "core.train.entry.standby"
+SERVERS = {"box.up": fork_server.__name__, "worker": TRAINER}
+"""Programs that start a process of their own to fork from, and its module."""
+MODULES = ("api", "api.auth.keys", "core.db.migrate", *SERVERS)
 """What may be forked: programs whose imports read no settings."""
+ALIKE = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Variables of a trainer that are read once, as all fork servers here have them. Other programs may lack them."""
 PADDING = " " * 2048
 """Room for a command line."""
 ROOM = "TESTS_ROOM"
 """A variable that makes room for those of a fork."""
 ROOM_BYTES = 1 << 15
+FREE = 512
+"""Descriptors from here on are free to move others to."""
 MESSAGE_BYTES = 1 << 20
 
 
 class Program(Forked):
-    """The part of subprocess.Popen that tests need."""
+    """The part of subprocess.Popen that tests, and those who start fork servers, need."""
+
+    stdout: Any = None
 
     def wait(self, timeout: float | None = None) -> int:  # type: ignore[override]
         if timeout is not None and self.returncode is None:
@@ -66,15 +82,10 @@ def start(
 ) -> Program | subprocess.Popen[bytes]:
     """`python -m MODULE ARGUMENTS`, whose stdout and stderr are `log`. `with_parent`: it is killed when this process
     ends; call from the main thread then."""
-    order = {
-        "command": [module, *arguments],
-        "environment": dict(environment),
-        "cwd": str(cwd),
-        "umask": _umask(),
-        "with_parent": with_parent,
-    }
-    if pid := _forks().fork(order, [log]) if module in MODULES else 0:
-        return Program(pid)
+    if module in MODULES and fits(environment):
+        order = _order([module, *arguments], environment, cwd) | {"with_parent": with_parent}
+        with _nothing() as stdin:
+            return Program(_forks(module in SERVERS).fork(order, [stdin, log, log]))
     return start_cold(module, *arguments, environment=environment, log=log, cwd=cwd, with_parent=with_parent)
 
 
@@ -107,42 +118,115 @@ def run(module: str, *arguments: str, environment: Mapping[str, str]) -> str:
     return said
 
 
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+def launch(command: Sequence[str], **options: Any) -> Program | subprocess.Popen[bytes]:
+    """For `forks.launch` of core.base, in the test's process: the fork server of trainers is a fork."""
+    if list(command[1:3]) != ["-m", TRAINER] or not fits(options["env"]):
+        return subprocess.Popen(command, **options)
+    return _launched(lambda order, given: _forks(True).fork(order, given), command, options)
+
+
+def fits(environment: Mapping[str, str]) -> bool:
+    """Whether a fork may have these variables: what is read once is there as the fork servers have read it."""
+    once = {name: value for name, value in _read_once(environment).items() if ALIKE.get(name) != value}
+    return once == _read_once(_own_environment())
+
+
+def _read_once(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of which a fork server has had its use; but one that only says where bytecode is left."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if forks.READ_AT_START.fullmatch(name) and name != "PYTHONDONTWRITEBYTECODE"
+    }
+
+
+@functools.cache
+def _own_environment() -> dict[str, str]:
+    """Of the test's process, without what ALIKE has."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("EFT_") and name not in ALIKE}
+
+
+def _order(command: Sequence[str], environment: Mapping[str, str], cwd: Path | str) -> dict[str, Any]:
+    """`numbers`: those that further descriptors have in the new process."""
+    (umask,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "Umask:" in line)
+    return {
+        "command": list(command),
+        "environment": dict(environment),
+        "cwd": str(cwd),
+        "umask": int(umask, 8),
+        "numbers": [],
+        "with_parent": False,
+    }
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[int]:
+    descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _end_with_parent() -> None:
     die_with_parent(signal.SIGKILL)
 
 
+def _launched(
+    fork: Callable[[dict[str, Any], list[int]], int], command: Sequence[str], options: Mapping[str, Any]
+) -> Program:
+    """What subprocess.Popen would start, by `fork(order, [stdin, stdout, stderr, …])`."""
+    order = _order(command[2:], options["env"], options["cwd"]) | {"numbers": list(options["pass_fds"])}
+    with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_failure:
+        stdin, write = None, None
+        if options["stdin"] == subprocess.PIPE:
+            stdin, write = os.pipe()
+            theirs.callback(os.close, stdin)
+            on_failure.callback(os.close, write)
+        else:
+            stdin = theirs.enter_context(_nothing())
+        stdout, read = options["stdout"], None
+        if stdout == subprocess.PIPE:
+            read, stdout = os.pipe()
+            theirs.callback(os.close, stdout)
+            on_failure.callback(os.close, read)
+        program = Program(fork(order, [stdin, stdout, options["stderr"], *options["pass_fds"]]))
+        on_failure.pop_all()
+        program.stdin = None if write is None else os.fdopen(write, "wb", buffering=0)
+        program.stdout = None if read is None else os.fdopen(read, "rb", buffering=0)
+        return program
+
+
 @functools.cache
-def _forks() -> _ForkServer:
-    return _ForkServer()
+def _forks(of_trainers: bool = False) -> _ForkServer:
+    return _ForkServer(of_trainers)
 
 
 class _ForkServer:
-    def __init__(self) -> None:
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
+    def __init__(self, of_trainers: bool) -> None:
+        self._lock = threading.Lock()
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forks", str(theirs.fileno()), PADDING],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                cwd=HOME,
-                env=self._environment | {ROOM: " " * ROOM_BYTES},
-                start_new_session=True,
-            )
+            number = theirs.fileno()
+            if of_trainers:
+                order = _order([__name__, PADDING, str(number)], _own_environment() | ALIKE, HOME)
+                order["environment"] |= dict.fromkeys(OFFLINE, "1")
+                with _nothing() as stdin:
+                    _forks().fork(order | {"numbers": [number]}, [stdin, 1, 2, number])
+            else:
+                subprocess.Popen(
+                    [sys.executable, "-m", __name__, PADDING, str(number)],
+                    pass_fds=[number],
+                    stdin=subprocess.DEVNULL,
+                    cwd=HOME,
+                    env=_own_environment() | ALIKE | {ROOM: " " * ROOM_BYTES},
+                    start_new_session=True,
+                )
         assert self._orders.recv(64) == fork_server.READY, "the fork server of the tests did not start"
 
     def fork(self, order: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-        """The number of the new process; 0 where it has to be started cold, for a variable that is read once."""
-        changed = {name for name, _ in {*order["environment"].items()} ^ {*self._environment.items()}}
-        if any(fork_server.READ_AT_START.fullmatch(name) for name in changed):
-            return 0
-        with adopting_orphans():
+        """The number of the new process, which has the descriptors as stdin, stdout, stderr and `numbers`."""
+        with self._lock, adopting_orphans():
             socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
             answer = self._orders.recv(64)
         assert answer not in (b"", b"0"), "the fork server of the tests cannot fork"
@@ -153,26 +237,28 @@ class _ForkServer:
 
 
 def main() -> None:
-    orders = socket.socket(fileno=int(sys.argv[1]))
-    del os.environ[ROOM]
-    with importing():
-        for name in IMPORTS:
-            importlib.import_module(name)
-        gc.collect()
+    orders = socket.socket(fileno=int(sys.argv[2]))
+    os.environ.pop(ROOM, None)
+    _own_environment()
+    if os.environ.keys() >= set(OFFLINE):
+        _import_trainer()
+    else:
+        with importing():
+            for name in IMPORTS:
+                importlib.import_module(name)
+            gc.collect()
+    forks.ahead = _make_ahead
     orders.send(fork_server.READY)
     while True:
-        message, given, _, _ = socket.recv_fds(orders, MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+        message, given, _, _ = socket.recv_fds(orders, MESSAGE_BYTES, 8, socket.MSG_CMSG_CLOEXEC)
         if not message:  # the tests are over
             os._exit(0)
         order = json.loads(message)
 
         def child(order: dict[str, Any] = order, given: list[int] = given) -> NoReturn:
-            orders.close()
             if order["with_parent"]:
                 die_with_parent(signal.SIGKILL)
-            if order["command"][0] == "box.up":
-                _fork_its_server_too()
-            _become(order, given[0])
+            _become(order, given)
 
         pid = fork_orphan(child)
         for descriptor in given:
@@ -180,20 +266,38 @@ def main() -> None:
         orders.send(str(pid).encode())
 
 
-def _become(order: Mapping[str, Any], output: int) -> NoReturn:
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    for number in (1, 2):
-        os.dup2(output, number)
-    if output > 2:
-        os.close(output)
+def _import_trainer() -> None:
+    from core.train import __main__ as trainer
+    from core.train.entry import standby
+
+    with trainer.importing():
+        standby.imports()
+        gc.collect()
+
+
+def _become(order: Mapping[str, Any], given: Sequence[int]) -> NoReturn:
+    """Go on as what is ordered, with no other descriptors than those given."""
+    _close_all_but(*given)
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FREE) for descriptor in given]
+    for descriptor, number in zip(moved, (0, 1, 2, *order["numbers"]), strict=True):
+        os.dup2(descriptor, number)
+    _close_all_but(*order["numbers"])
     os.umask(order["umask"])
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["environment"])
     _show_environment()
     module, *arguments = order["command"]
+    if module == TRAINER:
+        _move_home()
     become_module(module, arguments)
+
+
+def _close_all_but(*kept: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(name))
 
 
 def _show_environment() -> None:
@@ -207,38 +311,44 @@ def _show_environment() -> None:
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
-def _fork_its_server_too() -> None:
-    """A child of this process, which is about to be `box.up`, becomes its fork server when that is to be started."""
+def _move_home() -> None:
+    """To HF_HOME, below which libraries of the hub have named their folders when they were imported."""
+    from huggingface_hub import constants
+
+    before, now = constants.HF_HOME, os.environ["HF_HOME"]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("huggingface_hub", "transformers"):
+            for key, value in list(vars(module).items()):
+                if isinstance(value, str) and (value == before or value.startswith(f"{before}/")):
+                    setattr(module, key, now + value.removeprefix(before))
+
+
+def _make_ahead(module: str) -> None:
+    """A child of this process, which is about to be one of SERVERS, becomes its fork server when that is launched."""
+    if module not in SERVERS:
+        return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        message, given, _, _ = socket.recv_fds(theirs, MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+        _close_all_but(theirs.fileno())
+        message, given, _, _ = socket.recv_fds(theirs, MESSAGE_BYTES, 8, socket.MSG_CMSG_CLOEXEC)
         if not message:
             os._exit(0)
-        theirs.close()
-        order = json.loads(message)
-        output, stream = given
         os.setsid()
-        if stream != order["stream"]:
-            if output == order["stream"]:
-                output = os.dup(output)
-            os.dup2(stream, order["stream"])
-            os.close(stream)
-        _become(order, output)
+        _become(json.loads(message), given)
     theirs.close()
-    popen = subprocess.Popen
 
-    def forked(command: Sequence[str], **options: Any) -> Any:
-        if list(command[1:3]) != ["-m", fork_server.__name__] or ours.fileno() < 0:
-            return popen(command, **options)
-        (stream,) = options["pass_fds"]
-        order = {"command": command[2:], "environment": options["env"], "cwd": str(options["cwd"]), "umask": _umask()}
-        socket.send_fds(ours, [json.dumps(order | {"stream": stream}).encode()], [options["stdout"], stream])
+    def fork(order: dict[str, Any], given: list[int]) -> int:
+        socket.send_fds(ours, [json.dumps(order).encode()], given)
         ours.close()
-        return Program(pid)
+        return pid
 
-    fork_server.subprocess = type("subprocess", (), {**vars(subprocess), "Popen": staticmethod(forked)})  # type: ignore[attr-defined]
+    def launch(command: Sequence[str], **options: Any) -> Program | subprocess.Popen[bytes]:
+        if list(command[1:3]) != ["-m", SERVERS[module]] or ours.fileno() < 0 or not fits(options["env"]):
+            return subprocess.Popen(command, **options)
+        return _launched(fork, command, options)
+
+    forks.launch = launch
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -48,6 +49,8 @@ LAST_WORDS = 1 << 14
 """Bytes of a log in which a library says why it gave up; the stacks of threads may follow."""
 DUMP_SECONDS = 2.0
 """For a child that is about to be killed to write its stacks."""
+COLD_SECONDS = 0.5
+"""What the start of a child that imports no torch takes: it waits no longer for a fork server."""
 CURVES_SECONDS = 60.0
 """Between two looks at whether curves have grown long."""
 
@@ -225,7 +228,7 @@ class AttemptRunner:
         with starting(self.claim):
             self._bring()
             if (forks := self._forks()) is not None:  # before the order, whose fence counts from now
-                forks.await_ready(self._leaves)
+                forks.await_ready(self._leaves, COLD_SECONDS if kind.network else math.inf)
             order = orders.order_of(self.claim, settings, layout, self._held_at, verdict, self.site.snapshots)
             write_order(self.folder, order)
             environment = child_environment(
@@ -258,8 +261,8 @@ class AttemptRunner:
             self._bridge.start()
 
     def _forks(self) -> ForkServer | None:
-        """What forks a child of this kind. One that may use the network has another environment than all others."""
-        return None if self._gpus or CHILDREN[self.claim.kind].network else self.site.forks
+        """What forks children on a box without GPUs."""
+        return None if self._gpus else self.site.forks
 
     def _leaves(self, seconds: float) -> bool:
         return self.lost.is_set() or self.site.leaving.wait(seconds)

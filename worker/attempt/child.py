@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -48,11 +48,12 @@ def spawn(
     stdout: int,
     stderr: int,
     stream: socket.socket | None = None,
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
 ) -> subprocess.Popen[bytes]:
     """`python -m module argument` with exactly this environment, in a session of its own, its stdin held by us. The
-    child inherits `stream`, whose number is its second argument."""
+    child inherits `stream`, whose number is its second argument. `start` takes the arguments of subprocess.Popen."""
     streams = [] if stream is None else [stream.fileno()]
-    return _start(["-m", module, argument, *map(str, streams)], environment, stdout, stderr, streams)
+    return _start(["-m", module, argument, *map(str, streams)], environment, stdout, stderr, streams, start)
 
 
 def spawn_program(program: Path, argument: str, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
@@ -61,9 +62,14 @@ def spawn_program(program: Path, argument: str, environment: Mapping[str, str], 
 
 
 def _start(
-    arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, inherited: Sequence[int] = ()
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    inherited: Sequence[int] = (),
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
 ) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+    return start(
         [sys.executable, *arguments],
         pass_fds=inherited,
         stdin=subprocess.PIPE,

@@ -8,6 +8,7 @@ child outlives the fork server, and its number stays taken until the worker has 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -15,9 +16,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from core.base import forks
 from core.base.forks import Forked
 from core.base.process import adopting_orphans
-from core.spec.run.standby import STANDBY_PADDING, ForkOrder
+from core.spec.run.standby import FORK_VARIABLES, STANDBY_PADDING, ForkOrder
 from worker.attempt.child import Child, open_log, spawn
 from worker.attempt.standby import MODULE, WORKERS_STDERR, ImportedProcess, reap
 
@@ -44,10 +46,12 @@ class ForkServer(ImportedProcess):
         self._orders: socket.socket | None = None
         self._wanted_at = float("-inf")
 
-    def await_ready(self, gives_up: Callable[[float], bool]) -> None:
-        """Wait while it imports, as a cold child would have to, or is about to; until `gives_up(seconds)`."""
+    def await_ready(self, gives_up: Callable[[float], bool], at_most: float = math.inf) -> None:
+        """Wait while it imports, as a cold child would have to, or is about to; until `gives_up(seconds)`, or for so
+        many seconds."""
         self._wanted_at = time.monotonic()
-        while not self.ready and self._may_come() and not gives_up(0.05):
+        until = self._wanted_at + at_most
+        while not self.ready and self._may_come() and time.monotonic() < until and not gives_up(0.05):
             pass
 
     def fork(
@@ -56,7 +60,8 @@ class ForkServer(ImportedProcess):
         """As Child, at once; None where it has to be started cold. Raises OSError when it is not known whether there
         is a child now: it will end, since its stdin is closed."""
         self._wanted_at = time.monotonic()
-        if dict(environment) != self._environment or len(os.fsencode(folder)) > STANDBY_PADDING:
+        changes = forks.changed(self._environment, environment)
+        if not FORK_VARIABLES.issuperset(changes) or len(os.fsencode(folder)) > STANDBY_PADDING:
             log.info("the fork server cannot fork the child of %s; started cold", folder)
             return None
         with self._lock:
@@ -64,15 +69,18 @@ class ForkServer(ImportedProcess):
             if not self._is_ready() or self._orders is None:
                 return None
             with adopting_orphans():
-                forked = self._forked(self._orders, folder, module, stream)
+                order = ForkOrder(module=module, run_dir=str(folder), environment=changes)
+                forked = self._forked(self._orders, folder, order, stream)
         return None if forked is None else Child.adopt(forked)
 
-    def _forked(self, orders: socket.socket, folder: Path, module: str, stream: socket.socket | None) -> Forked | None:
+    def _forked(
+        self, orders: socket.socket, folder: Path, order: ForkOrder, stream: socket.socket | None
+    ) -> Forked | None:
         reader, writer = os.pipe()
         stdin = os.fdopen(writer, "wb", buffering=0)
         given = [reader, open_log(folder)]
         try:
-            message = ForkOrder(module=module, run_dir=str(folder)).model_dump_json().encode()
+            message = order.model_dump_json().encode()
             try:
                 socket.send_fds(orders, [message], [*given, *([] if stream is None else [stream.fileno()])])
             except BrokenPipeError:  # it has ended a moment ago
@@ -95,7 +103,8 @@ class ForkServer(ImportedProcess):
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders.settimeout(ANSWER_SECONDS)
         with theirs:
-            return spawn(MODULE, " " * STANDBY_PADDING, self._environment, subprocess.PIPE, WORKERS_STDERR, theirs)
+            pipe, padding = subprocess.PIPE, " " * STANDBY_PADDING
+            return spawn(MODULE, padding, self._environment, pipe, WORKERS_STDERR, theirs, start=forks.launch)
 
     def _due(self) -> bool:
         return self._in_use() or (self._keep and not self._busy())

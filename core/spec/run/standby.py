@@ -13,6 +13,16 @@ from core.spec.base import SpecModel
 STANDBY_READY = b"ready\n"
 STANDBY_PADDING = 1024
 """Room in the command line of a standby trainer, bytes: the longest path of a run folder that it takes."""
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+"""Variables that keep libraries from the network, true for every child but those that may use it."""
+NETWORK = frozenset(
+    {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"}
+    | {name for upper in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY") for name in (upper, upper.lower())}
+)
+"""Variables that the download of a model needs, and a trainer does not."""
+FORK_VARIABLES = NETWORK.union(OFFLINE)
+"""What a fork may have otherwise than its fork server: nothing reads them for good before a child begins, but
+huggingface_hub, which is told."""
 
 
 class StandbyOrder(SpecModel):
@@ -30,3 +40,5 @@ class ForkOrder(SpecModel):
     module: str
     """Module that the child runs, `python -m MODULE RUN_DIR [DESCRIPTOR]`."""
     run_dir: str
+    environment: dict[str, str | None] = Field(default_factory=dict)
+    """Changes to the environment of the fork server (null: remove), of FORK_VARIABLES alone."""

@@ -9,6 +9,7 @@ and done nothing else: no parallel region of OpenMP has run in it, which would l
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import io
 import os
@@ -21,7 +22,7 @@ from core.base.forks import fork_orphan, rename, run_module
 from core.hardware import device_mask
 from core.spec.run.exit_codes import EXIT_FENCED
 from core.spec.run.folder import LOG_FILE
-from core.spec.run.standby import STANDBY_READY, ForkOrder, StandbyOrder
+from core.spec.run.standby import FORK_VARIABLES, STANDBY_READY, ForkOrder, StandbyOrder
 from core.train import __main__ as trainer
 from core.train.entry.fencing import STDIN, await_order, leave
 
@@ -83,9 +84,32 @@ def _run_child(order: ForkOrder, given: list[int]) -> NoReturn:
         os.dup2(descriptor, number)
     os.close(stdin)
     os.close(log)
+    if order.environment:
+        _use_network(order.environment)
     leave(run_module(order.module, [order.run_dir, *map(str, stream)]))
 
 
+def _use_network(changes: dict[str, str | None]) -> None:
+    """Have these variables, as if they had been there from the start."""
+    if not FORK_VARIABLES.issuperset(changes):
+        raise ValueError(f"a fork cannot take changes of {sorted(set(changes) - FORK_VARIABLES)}")
+    from huggingface_hub import constants
+
+    from core.train.hub.download import is_offline
+
+    _set(changes)
+    constants.HF_HUB_OFFLINE = is_offline(False)
+
+
+def _set(changes: dict[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@functools.cache
 def imports() -> None:
     """Import what a run needs on the way to its first step and what draws its curve at the end, and draw one (half a
     second); make what each run makes alike. Libraries such as torchao ask torch for GPUs meanwhile."""
@@ -146,11 +170,7 @@ def _change_environment(changes: dict[str, str | None]) -> bool:
     """
     if not set(changes) <= set(device_mask.ALL):
         raise ValueError(f"a spare cannot take changes of {sorted(set(changes) - set(device_mask.ALL))}")
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    _set(changes)
     if all(value is None or value == device_mask.NO_GPU for value in changes.values()):
         return True
     import torch
