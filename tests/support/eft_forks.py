@@ -1,0 +1,127 @@
+"""`eft` as a fork of one process that has its imports: a command is then a few hundredths of a second of processor
+time, not half a second. `programs(folder)` has an `eft` to put on the PATH, which passes its descriptors, variables,
+folder and signals on. That it starts by itself is for the tests that start `client.EFT` and for test_client_wheel.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import os
+import pkgutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from core import HOME
+
+MESSAGE_BYTES = 1 << 18
+PROGRAM = """#!{python} -IS
+import _socket, os, signal, sys
+
+line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+line.connect({address!r})
+umask = os.umask(0o022)
+descriptors = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2))
+order = repr((sys.argv[1:], os.getcwd(), umask, dict(os.environ))).encode()
+line.sendmsg([order], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptors)])
+pid = int(line.recv(64))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+code = int(line.recv(64) or b"1")
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@contextlib.contextmanager
+def programs(folder: Path) -> Iterator[Path]:
+    """A folder with the program `eft`, made in `folder`."""
+    address = folder / "eft.socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(address))
+        listening.listen(64)
+        number = listening.fileno()
+        command = [sys.executable, "-m", __name__, str(number)]
+        server = subprocess.Popen(command, cwd=HOME, pass_fds=[number], stdin=subprocess.DEVNULL)
+    program = folder / "eft"
+    program.write_text(PROGRAM.format(python=sys.executable, address=str(address)))
+    program.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        server.kill()
+        server.wait()
+
+
+def main() -> None:
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    import eft
+    from eft.cli import tree
+
+    for module in pkgutil.walk_packages(eft.__path__, "eft."):
+        importlib.import_module(module.name)
+    commands = tree()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    while True:
+        line, _ = listening.accept()
+        message, given, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 3)
+        if os.fork() == 0:
+            listening.close()
+            _attend(line, commands, ast.literal_eval(message.decode()), given)
+        line.close()
+        for descriptor in given:
+            os.close(descriptor)
+
+
+def _attend(line: socket.socket, commands: Any, order: tuple[Any, ...], given: Sequence[int]) -> NoReturn:
+    """Run the command in a process of its own, and say how it has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        line.close()
+        _run(commands, *order, given)
+    for descriptor in given:
+        os.close(descriptor)
+    line.send(str(pid).encode())
+    _, status = os.waitpid(pid, 0)
+    line.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _run(
+    commands: Any, arguments: list[str], cwd: str, umask: int, environment: dict[str, str], given: Sequence[int]
+) -> NoReturn:
+    for number, descriptor in enumerate(given):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 -- until the end
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.chdir(cwd)
+    os.umask(umask)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["eft", *arguments]
+    code: object = 0
+    try:
+        commands.main(arguments, "eft")
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    assert isinstance(code, int)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
