@@ -37,12 +37,14 @@ if Path(__file__).resolve().parent.parent != core.HOME:
 
 
 class EftCelery(Celery):  # type: ignore[misc]
-    """A worker without gossip and mingle however it is started: workers have nothing to say to one another."""
+    """A worker without gossip, mingle and heartbeats however it is started: workers have nothing to say to one another,
+    and a node's heartbeat is in the database."""
 
     @cached_property
     def Worker(self) -> Callable[..., Any]:  # noqa: N802 -- Celery's name
         plain = self.subclass_with_self("celery.apps.worker:Worker")
-        return lambda **options: plain(**options | {"without_gossip": True, "without_mingle": True})
+        quiet = {"without_gossip": True, "without_mingle": True, "without_heartbeat": True}
+        return lambda **options: plain(**options | quiet)
 
 
 messages.install(settings())

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from safetensors.torch import load
+from safetensors.numpy import load
 
 from tests.support.service import Service, running, wait_for
 
