@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from core.base import collector
 from core.plan.advice import of_training_losses
 from core.spec.axes.runtime import HeldOut, NoEvaluation
 from core.spec.run.checkpoint_names import best_name
@@ -109,12 +109,8 @@ class Loop:
     def train(self) -> None:
         """Train to the last step. StopRequested after a checkpoint, when asked to leave. Diverged when no step had a
         loss."""
-        gc.collect()
-        gc.freeze()  # the collector need not walk the models' objects again and again: 3 % of a step on a CPU
-        try:
+        with collector.standing():  # to walk the models' objects again and again is 3 % of a step on a CPU
             self._train()
-        finally:
-            gc.unfreeze()
         steps = self.engine.steps
         if 0 < steps == self.state.lost_losses:  # fewer than the scaler has patience with
             raise Diverged(
