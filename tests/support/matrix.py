@@ -176,29 +176,45 @@ VARIED = (
     *("offload optimizer", "train rows", "ranks"),
 )
 """Axes of the table that cells differ in."""
-_LIVE = [rule for rule in RULES if all(_BASE[axis] in among for axis, among in rule.when.items() if axis not in VARIED)]
-"""Rules that may refuse a cell."""
+_LIVE = [
+    (rule.code, [(axis, frozenset(among)) for axis, among in rule.when.items() if axis in VARIED])
+    for rule in RULES
+    if all(_BASE[axis] in among for axis, among in rule.when.items() if axis not in VARIED)
+]
+"""Rules that may refuse a cell: the code, and what the rule asks of the axes that cells differ in."""
 
 
 def refusals(cell: Cell) -> list[str]:
     """Codes of the rules that refuse the cell; none: it is allowed."""
-    memory = MEMORY[cell.memory]
-    checkpointing = {None: "default", True: "yes", "selective": "selective"}
-    values = _BASE | {
-        "stage": cell.stage,
-        "method": METHODS[cell.method]["type"],
-        "quantization": cell.base,
-        "optimizer": cell.optimizer,
-        "batching": cell.batching,
-        "checkpointing": checkpointing[memory.get("gradient_checkpointing")],
-        "activation offloading": "host" if "activation_offloading" in memory else _BASE["activation offloading"],
-        "stream": memory.get("stream", _BASE["stream"]),
-        "offload optimizer": memory.get("offload_optimizer", _BASE["offload optimizer"]),
-        "train rows": cell.rows,
-        "ranks": "one" if cell.ranks == 1 else "several",
-    }
+    method = METHODS[cell.method]["type"]
+    by_rules = _by_rules(
+        cell.stage, method, cell.base, cell.optimizer, cell.batching, cell.memory, cell.rows, cell.ranks
+    )
     rounding = _rounding(cell.stage, cell.method, cell.memory) if cell.base == "qat" else ()
-    return [*(rule.code for rule in _LIVE if rule.refuses(values)), *rounding]
+    return [*by_rules, *rounding]
+
+
+@cache
+def _by_rules(
+    stage: str, method: str, base: str, optimizer: str, batching: str, memory: str, rows: str, ranks: int
+) -> tuple[str, ...]:
+    """Codes of the rules of the table; many cells are one to them."""
+    held = MEMORY[memory]
+    checkpointing = {None: "default", True: "yes", "selective": "selective"}
+    values = {
+        "stage": stage,
+        "method": method,
+        "quantization": base,
+        "optimizer": optimizer,
+        "batching": batching,
+        "checkpointing": checkpointing[held.get("gradient_checkpointing")],
+        "activation offloading": "host" if "activation_offloading" in held else _BASE["activation offloading"],
+        "stream": held.get("stream", _BASE["stream"]),
+        "offload optimizer": held.get("offload_optimizer", _BASE["offload optimizer"]),
+        "train rows": rows,
+        "ranks": "one" if ranks == 1 else "several",
+    }
+    return tuple(code for code, asked in _LIVE if all(values[axis] in among for axis, among in asked))
 
 
 @cache
