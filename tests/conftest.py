@@ -41,14 +41,14 @@ def own_umask() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def postgres_databases() -> Iterator[Callable[[], str]]:
-    """Call it for the URL of a new, empty database (tests/support/postgres.py)."""
+def postgres_databases() -> Iterator[Callable[..., str]]:
+    """Call it for the URL of a new database, empty or a copy of another (tests/support/postgres.py)."""
     with postgres.databases() as make:
         yield make
 
 
 @pytest.fixture
-def postgres_url(postgres_databases: Callable[[], str]) -> str:
+def postgres_url(postgres_databases: Callable[..., str]) -> str:
     """A new, empty database for one test."""
     return postgres_databases()
 

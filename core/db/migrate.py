@@ -12,11 +12,14 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
+from alembic.runtime.environment import EnvironmentContext
+from alembic.runtime.migration import MigrationContext, RevisionStep
 from alembic.script import Script, ScriptDirectory
 from sqlalchemy import delete, insert, inspect, select
 from sqlalchemy.orm import Session
@@ -51,6 +54,12 @@ class SchemaState:
     words: str
 
 
+@cache
+def _scripts(folder: Path) -> ScriptDirectory:
+    """The migrations of a folder, read once a process: alembic executes every module of it."""
+    return ScriptDirectory(str(folder))
+
+
 def _config(database: Database, scripts: Path = SCRIPTS) -> Config:
     config = Config()
     config.set_main_option("script_location", str(scripts).replace("%", "%%"))
@@ -68,7 +77,14 @@ def upgrade(database: Database, revision: str = "head", *, scripts: Path = SCRIP
         if not found.fit:
             raise NewerSchema(f"the database {found.words}")
         return
-    command.upgrade(_config(database, scripts), revision)
+    known = _scripts(scripts)
+
+    def missing(at: Any, context: MigrationContext) -> list[RevisionStep]:
+        return known._upgrade_revs(revision, at)
+
+    # As alembic.command.upgrade does it, which would read all migrations anew.
+    with EnvironmentContext(_config(database, scripts), known, fn=missing, destination_rev=revision):
+        known.run_env()
 
 
 def downgrade(database: Database, revision: str) -> None:
@@ -77,7 +93,7 @@ def downgrade(database: Database, revision: str) -> None:
 
 def head(scripts: Path = SCRIPTS) -> str:
     """The revision this code was written for."""
-    revision = ScriptDirectory(str(scripts)).get_current_head()
+    revision = _scripts(scripts).get_current_head()
     assert revision is not None
     return revision
 
@@ -90,7 +106,7 @@ def current(database: Database) -> str | None:
 
 def history(scripts: Path = SCRIPTS, upto: str = "head") -> Iterator[Script]:
     """Migrations from the first one on, `upto` included."""
-    yield from reversed(list(ScriptDirectory(str(scripts)).iterate_revisions(upto, "base")))
+    yield from reversed(list(_scripts(scripts).iterate_revisions(upto, "base")))
 
 
 def standing(database: Database, scripts: Path = SCRIPTS) -> SchemaState:

