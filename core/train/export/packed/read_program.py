@@ -14,10 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
+from core.base.collector import importing
+from core.train.entry import quick_imports
+
+quick_imports.install(unused=("bitsandbytes", "boto3"))  # not torchao, which reads
+with importing():
+    import numpy as np
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
 
 
 def main() -> None:
