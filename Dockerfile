@@ -70,7 +70,7 @@ COPY worker ./worker
 RUN python -m compileall -q .
 # A trainer starts half a second sooner where transformers' names lie beside its bytecode; nothing is written later.
 RUN env -u PYTHONDONTWRITEBYTECODE python -c \
-       'from core.train.entry import quick_imports; quick_imports.install(); import transformers.models'
+       'from core.base import quick_imports; quick_imports.install(); import transformers.models'
 LABEL org.opencontainers.image.title="eft worker (CPU)"
 USER 10001:10001
 HEALTHCHECK --interval=30s --timeout=20s --start-period=300s --retries=3 \

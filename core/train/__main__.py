@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from core.base import collector
+from core.base import collector, quick_imports
 from core.spec.run.exit_codes import EXIT_FAILED
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.train.base.events import EventWriter
 from core.train.base.stop import Stop
-from core.train.entry import quick_imports
 from core.train.entry.arguments import run_folder
 from core.train.entry.fencing import arm, leave
 

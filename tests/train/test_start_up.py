@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from core.train.entry.quick_imports import Remembered
+from core.base.quick_imports import Remembered
 from tests.support.trainer import ENVIRONMENT, ROOT
 
 NOT_AT_START = {

@@ -14,6 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from core.base import quick_imports
+from core.base.collector import importing
 from core.base.process import die_with_parent
 from core.spec.run.orders import MemoryLimit
 from core.train.base import memory_limit
@@ -120,8 +122,10 @@ def _begin(parent: int, options: RenderOptions, model_dir: Path, limit: MemoryLi
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    from core.train.model.load import load_tokenizer
-    from core.train.render.renderer import Renderer
+    quick_imports.install()
+    with importing():
+        from core.train.model.load import load_tokenizer
+        from core.train.render.renderer import Renderer
 
     memory_limit.hold(limit)
     _renderer = Renderer(load_tokenizer(model_dir), options)

@@ -13,8 +13,8 @@ import json
 import sys
 from typing import Any
 
+from core.base import quick_imports
 from core.base.collector import importing
-from core.train.entry import quick_imports
 
 quick_imports.install()
 with importing():

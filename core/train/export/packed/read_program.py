@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from core.base import quick_imports
 from core.base.collector import importing
-from core.train.entry import quick_imports
 
 quick_imports.install(unused=("bitsandbytes", "boto3"))  # not torchao, which reads
 with importing():
