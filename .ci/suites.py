@@ -52,7 +52,7 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
         ["-n", "4", *LONGEST_FIRST],
     ),
     "train": (
-        20,
+        15,
         [
             *("resume", "train/test_streaming.py", "train/test_tokens.py", "train/test_hostile_models.py", "oracle"),
             *("train", "kernels", "render"),
@@ -60,9 +60,9 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
         ["-n", "2", *LONGEST_FIRST],
     ),
     # Tests of trackers wait a minute for real ones: begun last, their file would leave the processors idle.
-    "rest": (6.5, ["unit/test_tracking.py", "db", "unit"], ["-n", "3", *LONGEST_FIRST]),
+    "rest": (4.5, ["unit/test_tracking.py", "db", "unit"], ["-n", "3", *LONGEST_FIRST]),
     # Its plugin starts pytest again over torch's CUDA build. Tests of a group share what is computed on the CPU.
-    "rehearsal": (5, ["rehearsal"], ["-p", "tests.rehearsal.environment", "-n", "2", "--dist", "loadgroup"]),
+    "rehearsal": (4, ["rehearsal"], ["-p", "tests.rehearsal.environment", "-n", "2", "--dist", "loadgroup"]),
 }
 
 IMPORT_SECONDS = 5.0
