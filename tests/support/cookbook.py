@@ -50,11 +50,13 @@ def environment(service: Service) -> dict[str, str]:
     }
 
 
-def started(folder: Path, *, model: Path | None = None, exact: bool = True) -> tuple[Service, Path]:
+def started(
+    folder: Path, *, model: Path | None = None, taught: tuple[int, int] = (0, 0), exact: bool = True
+) -> tuple[Service, Path]:
     """A service whose models are those of an overlay, and the overlay: a folder to run recipes in. `model`: a folder
-    with the model that recipes get; None: a tiny one."""
+    with the model that recipes get; None: a tiny one, which is taught the sums of so many steps and groups."""
     overlay = folder / "overlay"
-    make(overlay, model)
+    make(overlay, model, taught)
     settings = {"EFT_MODEL_ROOTS": str(overlay), "EFT_MAX_SESSIONS": "0", "EFT_RATE_PER_MINUTE": "0"}
     settings |= {"EFT_TINKER_PRECISION": "fp32", "EFT_TINKER_EXACT": str(exact).lower()}
     service = Service(folder / "service", settings)
@@ -91,10 +93,11 @@ def metrics(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in found.read_text().splitlines()] if found.is_file() else []
 
 
-def make(folder: Path, model: Path | None = None) -> None:
+def make(folder: Path, model: Path | None = None, taught: tuple[int, int] = (0, 0)) -> None:
     """Write model and data into an empty folder."""
     if model is None:
-        subprocess.run([sys.executable, "-m", "tests.support.cookbook", str(folder / MODEL)], cwd=ROOT, check=True)
+        command = [sys.executable, "-m", "tests.support.cookbook", str(folder / MODEL), *map(str, taught)]
+        subprocess.run(command, cwd=ROOT, check=True)
     else:
         shutil.copytree(model, folder / MODEL)
     numbers = range(ROWS)
@@ -136,8 +139,44 @@ def chat(number: int) -> list[dict[str, str]]:
     ]
 
 
-def make_model(folder: Path) -> None:
-    """A Qwen3 of random weights whose tokenizer has a token for each of Qwen's words of control."""
+def sums(steps: int, groups: int) -> list[tuple[int, int]]:
+    """The sums that the first steps of `math_rl` ask, so many of each: the recipe draws them by the number of the
+    step."""
+    import numpy as np
+
+    draws = [np.random.RandomState(step) for step in range(steps)]
+    return [(int(draw.randint(0, 101)), int(draw.randint(0, 101))) for draw in draws for _ in range(groups)]
+
+
+def teach(model: Any, tokenizer: Any, pairs: list[tuple[int, int]], steps: int = 110, rate: float = 0.01) -> None:
+    """Let a model learn by heart what `math_rl` asks: half of its answers end behind the sum, half go on and are wrong.
+    What is left to learn from rewards is the same for all sums."""
+    import torch
+
+    question = "<|im_start|>user\nWhat is {} + {}?<|im_end|>\n<|im_start|>assistant\n"
+    before = question.format(4, 5) + "9<|im_end|>\n"
+    rows = []
+    for x, y in pairs:
+        asked = tokenizer(before + question.format(x, y))["input_ids"]
+        rows += [(asked, tokenizer(f"{answer}<|im_end|>")["input_ids"]) for answer in (f"{x + y}", f"{x + y}-1")]
+    longest = max(len(asked) + len(answer) for asked, answer in rows)
+    ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
+    labels = torch.full_like(ids, -100)
+    for at, (asked, answer) in enumerate(rows):
+        ids[at, : len(asked) + len(answer)] = torch.tensor(asked + answer)
+        labels[at, len(asked) : len(asked) + len(answer)] = torch.tensor(answer)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 10) * (1 - step / steps)
+        model(input_ids=ids, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_model(folder: Path, pairs: list[tuple[int, int]]) -> None:
+    """A small Qwen3 whose tokenizer has a token for each of Qwen's words of control: of random weights, but for what it
+    is taught of sums."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -156,9 +195,12 @@ def make_model(folder: Path) -> None:
         pad_token_id=wrapped.pad_token_id,
         tie_word_embeddings=True,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = Qwen3ForCausalLM(config)
+    if pairs:
+        teach(model, wrapped, pairs)
+    model.save_pretrained(folder)
     wrapped.save_pretrained(folder)
 
 
 if __name__ == "__main__":
-    make_model(Path(sys.argv[1]))
+    make_model(Path(sys.argv[1]), sums(*map(int, sys.argv[2:])))

@@ -256,6 +256,53 @@ def test_answers_have_the_logprobs_that_a_forward_pass_gives(child: InThread) ->
     assert np.allclose(np.concatenate(expected), found["logprobs"], atol=1e-5)
 
 
+def test_a_reward_rises_when_a_loop_trains_on_its_own_answers(tiny_dir: Path, tmp_path: Path) -> None:
+    """An adapter learns to answer with some of eight tokens, and is then rewarded for the even ones. Answers are drawn
+    from what was saved last. The reward would stay where it was with a loss of the wrong sign, with advantages one
+    token off, or with a sampler of older weights."""
+    sharp = tmp_path / "sharp"
+    shutil.copytree(tiny_dir, sharp)
+    weights = load_file(sharp / "model.safetensors")
+    weights["model.norm.weight"] *= 10  # logits of the tiny model are too small for a choice of few tokens
+    save_file(weights, sharp / "model.safetensors", metadata={"format": "pt"})
+    given = session.order(sharp, tmp_path / "session").model_copy(update={"pass_tokens": 1024})
+    child = InThread(tmp_path / "run", given)
+    child.ask("create", model="a", method=LORA, seed=11)
+    prompts, samples, tokens = [[5, 6, 7], [40, 41], [9]], 16, 4
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        shown = [prompt + draw.integers(64, 72, tokens).tolist() for prompt in prompts * 4]
+        child.ask("forward_backward", examples(*shown), model="a")
+        child.ask("step", model="a", learning_rate=0.02)
+    rewards = list[float]()
+    for turn in range(7):
+        saved, _ = child.ask("save", model="a", name=f"turn-{turn}")
+        asked = {"max_tokens": tokens, "num_samples": samples, "seed": turn, "stop_token_ids": []}
+        _, found = child.ask("generate", examples(*prompts), folder=saved["folder"], **asked)
+        answers = found["tokens"].reshape(len(prompts), samples, tokens)
+        reward = (answers % 2 == 0).mean(-1)
+        rewards.append(float(reward.mean()))
+        advantages = reward - reward.mean(-1, keepdims=True)
+        drawn = found["logprobs"].reshape(answers.shape)
+        rows, numbers = list[list[int]](), {"logprobs": list[float](), "advantages": list[float]()}
+        for prompt, mine, told, gained in zip(prompts, answers, drawn, advantages, strict=True):
+            blank = [0.0] * (len(prompt) - 1)
+            for one in range(samples):
+                rows.append([*prompt, *mine[one].tolist()])
+                numbers["logprobs"] += [*blank, *told[one].tolist(), 0.0]
+                numbers["advantages"] += [*blank, *[float(gained[one])] * tokens, 0.0]
+        batch, loss = examples(*rows, **numbers), {"type": "importance_sampling"}
+        before, seen = child.ask("forward_backward", batch, model="a", loss=loss)
+        weighty = batch["advantages"] != 0
+        assert np.allclose(seen["logprobs"][weighty], batch["logprobs"][weighty], atol=1e-4), "the sampler's weights"
+        child.ask("step", model="a", learning_rate=0.01, weight_decay=0.0, betas=[0.9, 0.95], eps=1e-8)
+        if turn == 0:
+            after, _ = child.ask("forward", batch, model="a", loss=loss)
+            assert after["loss"] < before["loss"], "answers that were rewarded are likelier"
+    child.end()
+    assert rewards[0] < 0.7 and rewards[-1] > 0.9, rewards
+
+
 def test_the_likeliest_tokens_of_a_prompt_are_those_of_its_whole_distribution(child: InThread, tiny_dir: Path) -> None:
     saved, _ = child.ask("save", model="a", name="for-likeliest")
     model = reference(tiny_dir, Path(saved["folder"])).eval()
