@@ -5,7 +5,8 @@
 - `parking`: how long a parked session takes to answer again, and how long it takes to be parked, against the first
   answer of a new session.
 - `samples`: so many samples wait at once, each with a request that waits for its result, while one after the other is
-  sent: the time until a sample is accepted, and the API's memory.
+  sent: the time until a sample is accepted, and the API's memory. With `--unanswered` it ends when all are accepted.
+  `--before DIR` measures so, in turn, what is accepted by another checkout.
 - `together`: recipes in sessions of one base at once, which share a process, against the same one after the other, each
   in a session of its own, start-up counted. The bits have to be the same.
 - `drawn`: samples of several sessions of one child, each with an adapter of its own, asked for at once, which are drawn
@@ -22,6 +23,8 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -34,7 +37,7 @@ from eft.sync.client import Client
 from eft.sync.sessions import TrainingSession
 
 from tests.support import models, session
-from tests.support.service import Service, wait_for
+from tests.support.service import ROOT, Service, wait_for
 from tests.support.session import SessionChild, examples
 
 ROW = list(range(10, 74))
@@ -129,8 +132,8 @@ def resident(pid: int) -> tuple[float, float]:
     return now, most
 
 
-def samples(service: Service, count: int) -> dict[str, float]:
-    """A first sample is long, so that none is answered before all are sent."""
+def samples(service: Service, count: int, *, answered: bool = True) -> dict[str, float]:
+    """A first sample is long, so that none is answered before all are sent. `answered`: the answers are waited for."""
     tiny = str(models.folder() / "tiny")
     acknowledged = list[float]()
 
@@ -165,6 +168,10 @@ def samples(service: Service, count: int) -> dict[str, float]:
                 polls.append(asyncio.create_task(poll(path, reply.json()["position"])))
                 await asyncio.sleep(0)
             waiting = sum(not one.done() for one in polls)
+            if not answered:
+                for one in polls:
+                    one.cancel()
+                return waiting
             for number, good in enumerate(await asyncio.gather(*polls)):
                 assert good, f"sample {number} was not answered"
             return waiting
@@ -184,6 +191,32 @@ def samples(service: Service, count: int) -> dict[str, float]:
     found = {"samples": count, "in_flight_at_the_end_of_sending": in_flight, "accepted_p50_ms": p50}
     found |= {"accepted_p99_ms": p99, "api_mb": now, "api_most_mb": most, "all_answered_s": seconds}
     return found | {f"processor_{name}_ms": 1000 * (after[name] - before[name]) / count for name in before}
+
+
+def accepted(before: Path, count: int, runs: int) -> dict[str, float]:
+    """Samples of this checkout and of another one, in turn, each by this file over the modules of the checkout."""
+    names = ("accepted_p50_ms", "accepted_p99_ms", "processor_api_ms")
+    found = dict[str, list[float]]()
+    for _ in range(runs):
+        for whose, folder in {"before": before, "now": ROOT}.items():
+            asked = ["--only", "samples", "--samples", str(count), "--unanswered"]
+            told = subprocess.run(
+                [sys.executable, "-P", __file__, *asked],  # -P: `queue` is a module of this folder
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(folder)},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            ).stdout
+            seen = json.loads(told.splitlines()[-1])["samples"]
+            print(
+                f"accepted   {whose:6} load {os.getloadavg()[0]:5.1f}", {name: seen[name] for name in names}, flush=True
+            )
+            for name in names:
+                found.setdefault(f"{whose}_{name}", []).append(seen[name])
+    ratios = [now / then for now, then in zip(found[f"now_{names[2]}"], found[f"before_{names[2]}"], strict=True)]
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    return middle | {"processor": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
 
 
 def recipe(one: TrainingSession, number: int, steps: int) -> list[float]:
@@ -288,6 +321,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     parser.add_argument("--verbs", type=int, default=300)
     parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--unanswered", action="store_true", help="end `samples` when all are accepted")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, for `samples` alone")
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12, help="of each recipe of `together`")
     parser.add_argument("--runs", type=int, default=3, help="of `parking`, `together` and `drawn`")
@@ -295,6 +330,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of each sample of `drawn`")
     given = parser.parse_args()
     figures: dict[str, Mapping[str, float]] = {}
+    if given.before is not None:
+        figures["accepted"] = accepted(given.before, given.samples, given.runs)
+        print(json.dumps({"bench": "sessions"} | figures))
+        return
     with tempfile.TemporaryDirectory() as folder:
         service = Service(Path(folder), {"EFT_MODEL_ROOTS": str(models.folder())} | LIMITS)
         try:
@@ -307,7 +346,7 @@ def main() -> None:
                     case "parking":
                         found = parking(service, given.runs)
                     case "samples":
-                        found = samples(service, given.samples)
+                        found = samples(service, given.samples, answered=not given.unanswered)
                     case "together":
                         found = together(service, given.sessions, given.steps, given.runs)
                     case _:

@@ -6,6 +6,7 @@ Each part is as of the moment when it is read: of a job that runs meanwhile, its
 from __future__ import annotations
 
 import os
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ README = """\
 Everything that the project `{name}` of this eft owns, as of {when} (times are seconds since 1970, UTC).
 
 project.json           what this is, who it names
-<table>.jsonl          its rows: {tables}; one JSON object a line, without keys' hashes and webhooks' secrets and URLs
+<table>.jsonl          its rows: {tables}; one JSON object a line, without keys' hashes and webhooks' secrets and URLs;
+                       bytes in base64
 limits.json            its quotas
 files/<id>             uploads, byte for byte; files.jsonl has their names
 jobs/<id>/events.jsonl, metrics.jsonl     what happened, and all curves
@@ -203,7 +205,7 @@ class Exporter:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as it is exported: of a webhook's URL only the part that is no secret."""
+    """A row as it is exported: of a webhook's URL only the part that is no secret; bytes in base64."""
     if "url" in row:
         row["origin"] = parse(row.pop("url")).origin
-    return row
+    return {name: b64encode(value).decode() if isinstance(value, bytes) else value for name, value in row.items()}

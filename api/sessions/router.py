@@ -19,7 +19,9 @@ from api.jobs.service import decode
 from api.sessions import schemas
 from api.sessions.results import result
 from api.sessions.service import Sessions, read_operation, read_tensors
+from core.db.tables import SessionOperation
 from core.jobs.lifecycle.sessions import idle, records
+from core.jobs.lifecycle.sessions.records import FoundSession
 from core.spec.load import load_json, storable
 from core.spec.session import tensors
 from core.spec.session.job import SessionSpec
@@ -165,13 +167,15 @@ async def send_operation(
     body = await read_body(request, app.settings.max_operation_bytes)
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
-    def accept() -> int:
+    def accept() -> tuple[FoundSession, SessionOperation]:
         packed = content_type == tensors.MEDIA_TYPE
         sent = read_tensors(body) if packed else read_operation(storable(load_json(body)))
         return _sessions(app).accept(principal, session_id, sent)
 
-    position = await run_in_threadpool(accept)
-    return await _answer(request, app, principal, session_id, position, wait, waiting=202)
+    found, row = await run_in_threadpool(accept)
+    if wait == 0 and row.done_at is None:
+        return _told(request, schemas.operation_view(found, row), b"", waiting=202)
+    return await _answer(request, app, principal, session_id, row.position, wait, waiting=202)
 
 
 @router.get(
@@ -200,7 +204,10 @@ async def _answer(
     waiting: int = 200,
 ) -> Response:
     found, row, body = await result(_sessions(app), request, principal, session_id, position, wait)
-    view: dict[str, Any] = schemas.operation_view(found, row)
+    return _told(request, schemas.operation_view(found, row), body, waiting=waiting)
+
+
+def _told(request: Request, view: dict[str, Any], body: bytes, *, waiting: int) -> Response:
     status = waiting if view["status"] == "waiting" else 200
     if tensors.MEDIA_TYPE in request.headers.get("accept", ""):
         header, data = tensors.split(body) if body else ({}, b"")

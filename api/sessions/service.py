@@ -73,9 +73,9 @@ class Sessions:
         limits.check_sessions(session, actor, self._settings.max_sessions)
         return schemas.session_view(found)
 
-    def accept(self, actor: Actor, session_id: str, sent: Sent) -> int:
-        """Write an operation into the log; its position. Raises NotFound, Conflict, SpecError, QueueFull, SessionQuota,
-        NoSpace."""
+    def accept(self, actor: Actor, session_id: str, sent: Sent) -> tuple[records.FoundSession, SessionOperation]:
+        """Write an operation into the log, or find it there. Raises NotFound, Conflict, SpecError, QueueFull,
+        SessionQuota, NoSpace."""
         tensors.check_examples(tensors.count(sent.tensors), "arrays.lengths")
         with self._database.read() as session:
             records.find(session, actor, session_id)  # before anything is written
@@ -85,7 +85,7 @@ class Sessions:
         sha256, aside = log.digest(sent.operation, sent.tensors), log.put_aside(folder, sent.tensors)
         try:
             with self._database.write() as session:
-                row = log.accept(
+                found, row = log.accept(
                     session,
                     actor,
                     folder,
@@ -93,13 +93,12 @@ class Sessions:
                     sent.seq,
                     sent.operation,
                     sha256,
+                    sent.tensors,
                     aside,
-                    len(sent.tensors),
                     sent.lane,
                 )
-                position = row.position
             bells.ring(self._layout.bells, f"{session_id}-*", session_id)
-            return position
+            return found, row
         finally:
             if aside is not None:
                 aside.unlink(missing_ok=True)  # of an operation that was known, or refused

@@ -312,8 +312,8 @@ class Door:
         columns: dict[str, int] | None = None,
     ) -> str:
         body = tensors.pack(arrays, columns=columns) if arrays else b""
-        position = self.sessions.accept(self.actor, host, Sent(seq, checked_operation(operation), body, lane))
-        return f"{host}.{position}"
+        _, row = self.sessions.accept(self.actor, host, Sent(seq, checked_operation(operation), body, lane))
+        return f"{host}.{row.position}"
 
 
 def model_id(found: FoundSession) -> str:

@@ -55,6 +55,7 @@ def test_an_admin_gets_all_of_the_project_and_nothing_else(here: World) -> None:
     boss = here.caller("boss", Role.ADMIN, Scope.ADMIN)
     here.webhook(here.lab)
     here.webhook(here.rivals)
+    session_id = here.session(here.lab, fresh=True)
     with here.database.write() as session:
         session.execute(update(Webhook).values(secrets=[{"secret": "whsec_hunter2", "until": None}]))
         session.execute(update(Webhook).values(url="https://hooks.example.org/services/hunter2"))
@@ -88,6 +89,8 @@ def test_an_admin_gets_all_of_the_project_and_nothing_else(here: World) -> None:
     steps = rows(found["pipeline_steps.jsonl"])
     assert {row["pipeline_id"] for row in steps} == {here.lab.pipeline} and steps[0]["spec"]
     assert {row["pipeline_id"] for row in rows(found["pipeline_events.jsonl"])} == {here.lab.pipeline}
+    (operation,) = [row for row in rows(found["session_operations.jsonl"]) if row["session_id"] == session_id]
+    assert operation["tensors"] == "/wA=", "bytes in base64"
     assert not [name for name in found if "checkpoints" in name]
     assert {user["name"] for user in json.loads(found["project.json"])["users"]} >= {"boss", "owner of lab"}
     assert [row["origin"] for row in rows(found["webhooks.jsonl"])] == ["https://hooks.example.org"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, select, update
+from sqlalchemy import func, insert, select, update
 
 from api.auth.policy import Role, Scope
 from core.db.engine import db_now
@@ -166,22 +166,27 @@ def test_hours(here: World, member: Caller, sender: Sender, limit: Callable[...,
     assert sender.send(session_id, "zero_grad").status_code == 202
 
 
-def test_bytes(here: World, member: Caller, sender: Sender, limit: Callable[..., None]) -> None:
+@pytest.mark.parametrize("tokens", [2, log.IN_ROWS], ids=["in rows", "in files"])
+def test_bytes(here: World, member: Caller, sender: Sender, limit: Callable[..., None], tokens: int) -> None:
     """Arrays count until two snapshots hold them, or the session has ended."""
-    session_id = opened(sender)
-    assert sender.send(session_id, "forward", arrays=ROW).status_code == 202
+    session_id, row = opened(sender), {"tokens": [1] * tokens, "lengths": [tokens]}
+    assert sender.send(session_id, "forward", arrays=row).status_code == 202
 
     def kept() -> tuple[int, int]:
-        files = [*(here.layout.session(session_id) / "log").iterdir()]
+        files = sum(file.stat().st_size for file in (here.layout.session(session_id) / "log").glob("*"))
+        of_rows = select(func.coalesce(func.sum(func.length(SessionOperation.tensors)), 0))
+        with here.database.read() as session:
+            in_rows = session.execute(of_rows.where(SessionOperation.session_id == session_id)).scalar_one()
+        assert not (files if tokens == 2 else in_rows)
         shown = here.ask("GET", f"/sessions/{session_id}", member.key).json()
-        return int(shown["log_bytes"]), sum(file.stat().st_size for file in files)
+        return int(shown["log_bytes"]), files + in_rows
 
     size, on_disk = kept()
     assert size == on_disk > 0
     limit(session_bytes=2 * size)
-    assert sender.send(session_id, "forward", arrays=ROW).status_code == 202
+    assert sender.send(session_id, "forward", arrays=row).status_code == 202
     assert kept() == (2 * size, 2 * size)
-    refused(sender.send(session_id, "forward", arrays=ROW), "of sessions is used", "EFT_SESSION_RESULT_HOURS")
+    refused(sender.send(session_id, "forward", arrays=row), "of sessions is used", "EFT_SESSION_RESULT_HOURS")
     assert kept() == (2 * size, 2 * size), "nothing of what was refused is left"
     assert sender.send(session_id, "zero_grad").status_code == 202, "it takes no room"
     token = Token(session_id, 0, "worker-x")
@@ -190,14 +195,14 @@ def test_bytes(here: World, member: Caller, sender: Sender, limit: Callable[...,
             log.snapshotted(session, token, 2, forgotten)
         log.remove_tensors(here.layout.session(session_id), forgotten)
         assert kept() == (left * size, left * size)
-    assert sender.send(session_id, "forward", arrays=ROW).status_code == 202
+    assert sender.send(session_id, "forward", arrays=row).status_code == 202
     assert kept()[0] == 2 * size
     closed(here, member, session_id)
     while log.forget_ended(here.database, here.layout):
         pass
     assert kept() == (0, 0)
     other = opened(sender)
-    assert sender.send(other, "forward", arrays=ROW).status_code == 202
+    assert sender.send(other, "forward", arrays=row).status_code == 202
 
 
 def test_quotas_of_others_do_not_count(here: World, sender: Sender, limit: Callable[..., None]) -> None:

@@ -20,7 +20,7 @@ from eft.sync.sessions import TrainingSession
 from sqlalchemy import update
 
 from core.db.engine import db_now
-from core.db.tables import SessionOperation, SessionRow
+from core.db.tables import Job, SessionOperation, SessionRow
 from core.jobs.lifecycle.sessions import idle, log
 from core.spec.session import tensors
 from tests.support.service import Service, running, wait_for
@@ -218,9 +218,15 @@ def test_a_number_stands_for_one_operation(here: World, boss: Caller) -> None:
     assert same.json()["position"] == first.json()["position"], "in another form it is the same"
     other = here.ask("POST", path, boss.key, json=operation(5, arrays={"tokens": [1, 3], "lengths": [2]}))
     assert other.status_code == 409 and other.json()["error"]["code"] == "session_seq_reused"
-    assert here.ask("POST", path, boss.key, json=operation(6)).json()["position"] == first.json()["position"] + 1
+    large = operation(6, arrays={"tokens": [1] * log.IN_ROWS, "lengths": [log.IN_ROWS]})
+    for _ in range(2):
+        assert here.ask("POST", path, boss.key, json=large).json()["position"] == first.json()["position"] + 1
     folder = here.layout.session(session) / "log"
-    assert len([*folder.iterdir()]) == 2, "nothing is left of what was sent twice"
+    assert len([*folder.iterdir()]) == 1, "nothing is left of what was sent twice; little needs no file"
+    with here.database.write() as writing:
+        writing.execute(update(Job).where(Job.id == session).values(status="paused"))
+    back = here.ask("POST", path, boss.key, json=operation(8)).json()
+    assert back["session_status"] == "queued" and "waits for a slot" in back["reason"], "it is told as it is now"
     assert here.ask("POST", f"/sessions/{session}/close", boss.key).json()["status"] == "closed"
     late = here.ask("POST", path, boss.key, json=operation(7))
     assert late.status_code == 409 and late.json()["error"]["code"] == "session_ended"

@@ -205,7 +205,7 @@ class World:
             with self.database.write() as session:
                 folder = self.layout.session(made.row.id)
                 operation = {"op": "zero_grad", "model": "a"}
-                log.accept(session, project.owner, folder, made.row.id, 1, operation, "0" * 64, None, 0)
+                log.accept(session, project.owner, folder, made.row.id, 1, operation, "0" * 64, b"\xff\x00", None)
                 if not fresh:  # parked: it takes no slot from the jobs that are made here
                     session.execute(update(Job).where(Job.id == made.row.id).values(status="paused"))
         return self._sessions[project.id]

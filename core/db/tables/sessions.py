@@ -11,6 +11,7 @@ from sqlalchemy import (
     ForeignKeyConstraint,
     Index,
     Integer,
+    LargeBinary,
     String,
     UniqueConstraint,
     text,
@@ -58,6 +59,8 @@ class SessionOperation(Owned, Base):
     sha256: Mapped[str] = mapped_column(String(64))
     """SHA-256 of operation and tensors."""
     tensor_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0)
+    tensors: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
+    """Few bytes of tensors, which are not worth a file; null where there are none, they have one, or have gone."""
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     done_at: Mapped[float | None] = mapped_column(Float)
     result: Mapped[dict[str, Any] | None]

@@ -169,7 +169,7 @@ class SessionBridge:
             self._take_snapshot()
 
     def _frame(self, row: SessionOperation) -> Frame:
-        tensors = session_log.tensors_path(self._folder, row.position).read_bytes() if row.tensor_bytes else b""
+        tensors = session_log.tensors_of(self._folder, row)
         header = {"position": row.position, "identity": f"{row.sha256}-{row.position}"}
         header |= {"session": self._token.job_id, "exact": self._exact, "op": row.operation}
         return Frame(header, tensors)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, undefer
 
 from core.base.files import sync, write_private
 from core.db.engine import Database, db_now
@@ -29,6 +29,9 @@ from core.storage.layout import Layout
 
 WAITING = 10_000
 """Operations of one session that may wait at once."""
+IN_ROWS = 16 << 10
+"""Bytes of tensors up to which they lie in the row of their operation. Larger ones have a file, which costs three syncs
+of the disk beside that of the transaction."""
 
 
 def digest(operation: dict[str, Any], tensors: bytes) -> str:
@@ -48,8 +51,8 @@ def result_path(folder: Path, position: int) -> Path:
 
 
 def put_aside(folder: Path, tensors: bytes) -> Path | None:
-    """Write tensors where `accept` takes them from, before any transaction; None for none."""
-    if not tensors:
+    """Write tensors where `accept` takes them from, before any transaction; None for those that lie in their row."""
+    if len(tensors) <= IN_ROWS:
         return None
     path = folder / "log" / f"new-{uuid.uuid4().hex}"
     write_private(path, tensors)
@@ -64,17 +67,18 @@ def accept(
     seq: int,
     operation: dict[str, Any],
     sha256: str,
+    tensors: bytes,
     aside: Path | None,
-    size: int,
     lane: str | None = None,
-) -> SessionOperation:
-    """Write an operation into the log, behind all others, and bring a parked session back. The same number again is
-    the same operation; `lane`: a row of numbers of its own, in the place of the model's. Raises Conflict for another
-    operation under a known number and for a session that has ended, QueueFull for too many that wait, SessionQuota."""
-    found = find(session, actor, session_id, lock=True)
+) -> tuple[FoundSession, SessionOperation]:
+    """Write an operation into the log, behind all others, and bring a parked session back. `aside`: what `put_aside`
+    has made of the tensors. The same number again is the same operation; `lane`: a row of numbers of its own, in the
+    place of the model's. Raises Conflict for another operation under a known number and for a session that has ended,
+    QueueFull for too many that wait, SessionQuota."""
+    found, size = find(session, actor, session_id, lock=True), len(tensors)
     model = lane or operation.get("model") or ""
     if (known := _accepted(session, session_id, model, seq, sha256)) is not None:
-        return known
+        return found, known
     if Status(found.job.status) in FINAL:
         words = f"the session has ended ({found.status}: {found.job.reason}); make a new one"
         raise Conflict(words, field="session_id", code="session_ended")
@@ -86,17 +90,20 @@ def accept(
     if session.execute(waiting).scalar_one() >= WAITING:
         raise QueueFull(f"{WAITING:,} operations of this session wait already: get their results first")
     limits.check_operation(session, found, operation, size)
-    found.row.positions += 1
     row = SessionOperation(
         session_id=session_id,
         owner_id=found.row.owner_id,
         project_id=found.row.project_id,
-        position=found.row.positions,
+        position=found.row.positions + 1,
         model=model,
         seq=seq,
         operation=operation,
         sha256=sha256,
         tensor_bytes=size,
+        tensors=tensors if tensors and aside is None else None,
+        done_at=None,
+        result=None,
+        error=None,  # said, so that the row can be read without another look into the database
     )
     session.add(row)
     session.execute(
@@ -110,7 +117,14 @@ def accept(
         sync(folder / "log")
     session.flush()
     bring_back(session, found, actor)
-    return row
+    return found, row
+
+
+def tensors_of(folder: Path, row: SessionOperation) -> bytes:
+    """The tensors of an operation that `undone` has found; `folder` is that of the session."""
+    if row.tensors is not None or not row.tensor_bytes:
+        return row.tensors or b""
+    return tensors_path(folder, row.position).read_bytes()
 
 
 def _accepted(session: Session, session_id: str, model: str, seq: int, sha256: str) -> SessionOperation | None:
@@ -129,7 +143,8 @@ def _accepted(session: Session, session_id: str, model: str, seq: int, sha256: s
 def bring_back(session: Session, found: FoundSession, actor: Actor) -> None:
     """Queue a parked session again."""
     data = {"actor": actor.user_id, "request_id": actor.request_id}
-    parking.bring_back(session, found.job, "an operation came; waits for a slot", data)
+    if parking.bring_back(session, found.job, "an operation came; waits for a slot", data):
+        session.refresh(found.job)  # for those who tell of it
 
 
 def get(session: Session, actor: Actor, session_id: str, position: int) -> tuple[FoundSession, SessionOperation]:
@@ -146,7 +161,8 @@ def undone(session: Session, session_id: str, beyond: int, limit: int = 64) -> S
     query = select(SessionOperation).where(
         SessionOperation.session_id == session_id, SessionOperation.position > beyond
     )
-    return session.execute(query.order_by(SessionOperation.position).limit(limit)).scalars().all()
+    query = query.options(undefer(SessionOperation.tensors)).order_by(SessionOperation.position).limit(limit)
+    return session.execute(query).scalars().all()
 
 
 def answered(session: Session, session_id: str, least: int) -> tuple[str, list[int]]:
@@ -211,7 +227,19 @@ def snapshotted(session: Session, token: Token, position: int, forgotten: int) -
 
 
 def _forget(session: Session, session_id: str, position: int) -> None:
-    """Count the tensors of operations up to this position no longer."""
+    """Count the tensors of operations up to this position no longer, and empty the rows that hold them."""
+    beyond = select(SessionRow.forgotten).where(SessionRow.id == session_id).scalar_subquery()
+    session.execute(
+        update(SessionOperation)
+        .where(
+            SessionOperation.session_id == session_id,
+            SessionOperation.position > beyond,
+            SessionOperation.position <= position,
+            SessionOperation.tensors.is_not(None),
+        )
+        .values(tensors=None)
+        .execution_options(synchronize_session=False)
+    )
     operations = select(func.coalesce(func.sum(SessionOperation.tensor_bytes), 0)).where(
         SessionOperation.session_id == session_id,
         SessionOperation.position > SessionRow.forgotten,
