@@ -263,6 +263,7 @@ def session_order(
         selftest=None if selftest is None else selftest.model_dump(mode="json"),
         memory_bytes=settings.cpu_slot_bytes or None if claim.slot.kind == "cpu" else None,
         session_dir=str(layout.session(claim.token.job_id)),
+        world_size=len(claim.slots),
     )
 
 
@@ -272,6 +273,7 @@ def serving_order(
     """As `session_order`, for a model that is served."""
     given = session_order(claim, settings, layout, held_at, selftest)
     fields = {name: getattr(given, name) for name in RunOrder.model_fields}
+    fields["world_size"] = 1
     return ServingOrder(**fields, slots=settings.serving_slots, adapters=settings.serving_adapters)
 
 

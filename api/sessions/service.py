@@ -18,7 +18,7 @@ from core.db.engine import Database
 from core.db.tables import SessionOperation
 from core.errors import Fault, NotFound, SpecError, plainly
 from core.jobs.base.transitions import Actor
-from core.jobs.lifecycle.sessions import limits, log, records, saves
+from core.jobs.lifecycle.sessions import limits, log, ranks, records, saves
 from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
 from core.settings import Settings
@@ -64,6 +64,7 @@ class Sessions:
         self._jobs.refuse_what_fits_nowhere(actor, job)
         with self._database.read() as session:
             quotas.check_priority(session, actor.project_id, job.priority)
+            ranks.check_slots(session, job)
         self._layout.require_space(self._settings.min_free_bytes)
         return spec, job
 

@@ -10,6 +10,8 @@ from typing import Any
 
 SHOWN = "tinker:base_model"
 """Key of a session's metadata: the name by which the SDK asked for its model, and finds the tokenizer."""
+GPUS = "eft:gpus"
+"""Key of a model's metadata: the number of GPUs that its session takes."""
 MOST = 1000
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(rf"{_PART}(/{_PART}){{0,2}}")

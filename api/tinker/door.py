@@ -275,6 +275,7 @@ class Door:
             "precision": self.app.settings.tinker_precision,
             "exact": self.app.settings.tinker_exact,
             "idle_seconds": IDLE_SECONDS,
+            "resources": {"gpus": _gpus(metadata.get(bases.GPUS), self.app.settings.tinker_gpus)},
             "metadata": metadata,
         }
         with self.app.database.read() as session:
@@ -344,6 +345,15 @@ def parts(found: FoundSession) -> tuple[str, str]:
 
 def _in_words(metadata: dict[str, Any] | None) -> dict[str, str]:
     return {name: str(value) for name, value in (metadata or {}).items()}
+
+
+def _gpus(asked: str | None, otherwise: int) -> int:
+    if asked is None:
+        return otherwise
+    if not asked.isascii() or not asked.isdecimal() or not 1 <= len(asked) <= 9:
+        words = f"`{bases.GPUS}` is a number of GPUs, such as `2`; this is `{asked[:30]}`"
+        raise SpecError(words, field=f"user_metadata.{bases.GPUS}", code="invalid_value")
+    return int(asked)
 
 
 def _loss(name: str, options: dict[str, Any]) -> dict[str, Any]:

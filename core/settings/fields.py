@@ -202,6 +202,9 @@ class SettingFields(BaseSettings):
     tinker_exact: bool = False
     """Whether sessions of Tinker's SDK are `exact` (docs/sessions.md): log-probabilities of samples equal those of
     forward passes to the bit, at the cost of a pass for each sample."""
+    tinker_gpus: int = Field(default=1, ge=1, le=64)
+    """GPUs of each session that Tinker's SDK opens (on a box without GPUs: CPU slots). A model's `user_metadata` may
+    name another number as `eft:gpus`."""
     otlp_endpoint: str = ""
     """Base address of an OpenTelemetry collector, e.g. `http://127.0.0.1:4318`: the trace of every job that ends is
     sent to `/v1/traces` below it (docs/notices.md). Default: none."""

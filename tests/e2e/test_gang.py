@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from eft.sync.client import Client
 
 from core.spec.run.standby import STANDBY_PADDING
 from tests.support.service import Service, running, wait_for
@@ -84,6 +85,52 @@ def test_a_rank_is_killed_and_the_job_goes_on(service: Service, models: Path) ->
     assert [step for step, _ in metrics["loss"]] == list(range(1, STEPS + 1))
     assert {"memory_bytes_rank_0", "memory_bytes_rank_1"} <= metrics.keys()
     assert json.loads(service.artifact(job_id, "run_record.json"))["ranks"]["world_size"] == 2
+
+
+def test_a_session_over_two_ranks_ends_with_the_undisturbed_bits(service: Service, models: Path) -> None:
+    """kill -9 of one rank within a window, of the launcher, and of the worker; then the session is parked and comes
+    back. The same recipe on another adapter, left alone, gives the same bits."""
+    rows = [[5, 6, 7, 8, 9, 10], [40, 41, 42], list(range(60, 80)), [1, 2, 3]]
+    method = {"type": "lora", "r": 4, "lora_dropout": 0.1}
+    spec = {"model": str(models / "tiny"), "precision": "fp32", "resources": {"gpus": 2, "accelerator": "cpu"}}
+    with (
+        Client(service.note()["url"], service.key, patience=200) as client,
+        client.session(**spec, method=None) as session,
+    ):
+
+        def launcher() -> int:
+            words = f"-m core.train.session {service.data}/runs/{session.id}"
+            (pid,) = [pid for pid, command in service.processes().items() if words in command]
+            return pid
+
+        def turn(model: str, number: int, strike: Callable[[], None] = lambda: None) -> tuple[float, bytes, bytes]:
+            told = session.forward_backward([{"tokens": row} for row in rows], model=model)
+            strike()
+            session.forward_backward([{"tokens": rows[number]}, {"tokens": rows[number - 1]}], model=model)
+            session.step(0.01, max_grad_norm=0.5, model=model)
+            drawn = session.generate(rows, model=model, max_tokens=4, seed=number)
+            return told.loss, told.arrays["logprobs"].tobytes(), drawn.arrays["tokens"].tobytes()
+
+        def kill_a_rank() -> None:
+            ranks = [one.pid for one in processes.members(launcher()) if one.parent == launcher()]
+            assert len(ranks) == 2
+            os.kill(max(ranks), signal.SIGKILL)
+
+        session.create("struck", method, seed=7)
+        struck = [turn("struck", 0, kill_a_rank)]
+        struck.append(turn("struck", 1, lambda: os.kill(launcher(), signal.SIGKILL)))
+        struck.append(turn("struck", 2, lambda: os.kill(service.pid("worker"), signal.SIGKILL)))
+        client.sessions.park(session.id)
+        wait_for(lambda: session.status()["status"] == "parked", 60, "the session to leave its slots")
+        struck.append(turn("struck", 3))
+        session.create("calm", method, seed=7)
+        assert [turn("calm", number) for number in range(4)] == struck
+        saved = [Path(session.save(name, model=name).values["folder"]) for name in ("struck", "calm")]
+        one, other = ((folder / "state.safetensors").read_bytes() for folder in saved)
+        assert one == other
+        attempts = (service.data / "runs" / session.id).glob("attempt-*")
+        notices = [event["message"] for folder in attempts for event in told_in(folder, "notice")]
+        assert any("of 2 was ended by SIGKILL" in words for words in notices), notices
 
 
 def test_paused_and_hung_it_is_the_same_to_the_bit_and_without_memory_it_takes_half(

@@ -373,5 +373,17 @@ def test_a_wish_names_what_is_wrong(here: World, boss: Caller) -> None:
         assert reply.status_code == 422 and reply.json()["error"]["field"].startswith(field), reply.text
 
 
+def test_ranks_for_which_no_node_has_slots_are_refused(here: World, boss: Caller) -> None:
+    def refused(reply: Any, *words: str) -> None:
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["field"]) == (422, "fits_nowhere", "resources.gpus"), reply.text
+        assert all(word in error["message"] for word in words), error
+
+    wish = {"model": "a/b", "method": "full", "resources": {"gpus": 2}}
+    refused(here.ask("POST", "/sessions", boss.key, json=wish), "2 slots of one node", "set `resources.gpus` to 1")
+    wish["resources"] = {"gpus": 2, "requirements": {"arch": ["gfx90a"]}}
+    refused(here.ask("POST", "/sessions", boss.key, json=wish), "no slot here has gfx90a")
+
+
 def test_errors_of_the_client_are_its_own(here: World) -> None:
     assert issubclass(ApiError, Exception) and OperationFailed("m", "c", "f").field == "f"

@@ -49,6 +49,15 @@ def model(here: World, caller: Caller) -> str:
     return f"{session}:train:0"
 
 
+def test_a_model_names_the_number_of_its_gpus(here: World, boss: Caller) -> None:
+    """The box has one slot."""
+    session = send(here, boss, "create_session", {}).json()["session_id"]
+    for gpus, words in (("2", "resources.gpus"), ("many", "eft:gpus")):
+        wish = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "user_metadata": {"eft:gpus": gpus}}
+        refused = send(here, boss, "create_model", wish)
+        assert 400 <= refused.status_code < 500 and words in refused.text, refused.text
+
+
 def send(here: World, caller: Caller, path: str, body: Any) -> Any:
     return here.ask("POST", f"/api/v1/{path}", caller.key, json=body)
 

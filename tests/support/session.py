@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,10 @@ from core.spec.run.folder import ORDER_FILE
 from core.spec.run.frames import Frame, pack, receive, send
 from core.spec.run.orders import SessionOrder
 from core.spec.session.job import SessionSpec
-from tests.support.trainer import ENVIRONMENT, ROOT
+from core.train.ranks.env import FOLDER
+from core.train.session import __main__ as session_main
+from core.train.session.ranks import __main__ as rank_main
+from tests.support.trainer import ENVIRONMENT, ROOT, Forked
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -111,6 +117,46 @@ class SessionClient:
         assert frame is not None and frame.header["ok"], frame
         result: dict[str, Any] = frame.header["result"]
         return result
+
+
+class SessionRanks(SessionClient):
+    """The ranks of a session, forks of this process, which has imported what they need; a context manager that ends
+    them. Nothing stands in for the launcher of several: the death of one is not the end of the others."""
+
+    def __init__(self, run_dir: Path, given: SessionOrder, count: int) -> None:
+        run_dir.mkdir(parents=True)
+        (run_dir / ORDER_FILE).write_text(given.model_copy(update={"world_size": count}).model_dump_json())
+        ours, theirs = socket.socketpair()
+
+        def become(rank: int) -> int:
+            ours.close()
+            arguments = [str(run_dir), str(theirs.fileno())]
+            if count == 1:
+                return session_main.main(arguments)
+            of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            os.environ.update({name: str(value) for name, value in of_torchrun.items()} | {FOLDER: str(run_dir)})
+            if rank:
+                theirs.close()
+            return rank_main.main(arguments[: 1 if rank else 2])
+
+        self.ranks = [Forked(run_dir, program=partial(become, rank)) for rank in range(count)]
+        theirs.close()
+        super().__init__(ours)
+
+    def park(self) -> list[int]:
+        """Ask the first rank to leave; the exit status of each."""
+        self.ranks[0].send_signal(signal.SIGTERM)
+        return [rank.wait() for rank in self.ranks]
+
+    def __enter__(self) -> SessionRanks:
+        self.hello()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.wait()
 
 
 class SessionChild(SessionClient):

@@ -40,6 +40,13 @@ def pack(frame: Frame) -> bytes:
     return _LENGTHS.pack(len(header), len(frame.body)) + header + frame.body
 
 
+def unpack(data: bytes) -> Frame:
+    """The frame that `pack` made bytes of."""
+    header, _ = _LENGTHS.unpack_from(data)
+    at = _LENGTHS.size + header
+    return Frame(json.loads(data[_LENGTHS.size : at]), data[at:])
+
+
 def send(stream: socket.socket, frame: Frame) -> None:
     """Send a frame whole. OSError when the other side is gone."""
     stream.sendall(pack(frame))

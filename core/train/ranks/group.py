@@ -52,6 +52,14 @@ class ProcessGroup:
         """Collect every rank's value, by rank: anything that survives JSON unchanged."""
         return [value]
 
+    def all_gather_bytes(self, value: bytes) -> list[bytes]:
+        """Collect every rank's bytes, by rank."""
+        return [value]
+
+    def broadcast_bytes(self, value: bytes) -> bytes:
+        """Answer rank 0's bytes on every rank."""
+        return value
+
     def broadcast(self, value: str) -> str:
         """Answer rank 0's value on every rank."""
         return value
@@ -122,20 +130,31 @@ class TorchProcessGroup(ProcessGroup):
 
     def all_gather(self, value: T) -> list[T]:
         # torch's all_gather_object would unpickle what comes over a socket.
-        text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        return [json.loads(one) for one in self.all_gather_bytes(json.dumps(value).encode())]
+
+    def all_gather_bytes(self, value: bytes) -> list[bytes]:
         sizes = torch.zeros(self.world, dtype=torch.int64)
-        sizes[self.rank] = len(text)
+        sizes[self.rank] = len(value)
         with _joined():
             self._dist.all_reduce(sizes)
             mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-            mine[: len(text)] = torch.from_numpy(text.copy())
+            mine[: len(value)] = torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy())
             found = [torch.empty_like(mine) for _ in range(self.world)]
             self._dist.all_gather(found, mine)
-        texts = [one[:size].numpy().tobytes() for one, size in zip(found, sizes.tolist(), strict=True)]
-        return [json.loads(one) for one in texts]
+        return [one[:size].numpy().tobytes() for one, size in zip(found, sizes.tolist(), strict=True)]
+
+    def broadcast_bytes(self, value: bytes) -> bytes:
+        size = torch.tensor([len(value)], dtype=torch.int64)
+        with _joined():
+            self._dist.broadcast(size, src=0)
+            found = torch.empty(int(size), dtype=torch.uint8)
+            if self.first:
+                found.copy_(torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy()))
+            self._dist.broadcast(found, src=0)
+        return found.numpy().tobytes()
 
     def broadcast(self, value: str) -> str:
-        return self.all_gather(value if self.first else "")[0]
+        return self.broadcast_bytes(value.encode()).decode()
 
     def barrier(self) -> None:
         self.any_rank(False)  # dist.barrier would be NCCL's, which lets the host go on

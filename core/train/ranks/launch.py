@@ -57,12 +57,12 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"} if sys.plat
 """Gangs are of one node: what gloo and NCCL (RCCL) open, on ports of the kernel's choice, is for this machine alone."""
 
 
-def launch(run_dir: Path, order: RunOrder) -> int:
+def launch(run_dir: Path, order: RunOrder, module: str = MODULE, stream: int | None = None) -> int:
     """Run the order's ranks to their end: the exit code (core/spec/run/exit_codes.py). Does not return where a rank was
-    ended by a signal: this process is ended by the same one then."""
-    gang = RankProcesses(
-        run_dir, order.world_size, order.fence_seconds, boottime() if order.held_at is None else order.held_at
-    )
+    ended by a signal: this process is ended by the same one then. `module`: that of a rank. `stream`: number of a
+    socket that is rank 0's."""
+    held_at = boottime() if order.held_at is None else order.held_at
+    gang = RankProcesses(run_dir, order.world_size, order.fence_seconds, held_at, module, stream)
     hooks: dict[str, Any] = {"on_stop": gang.ask, "on_fence": gang.kill, "on_beat": gang.beat}
     forked = gang.can_fork()
     try:
@@ -126,6 +126,10 @@ class RankProcesses:
     fence_seconds: float | None
     held_at: float
     """When the lease was last held, as far as this process knows, in seconds of CLOCK_BOOTTIME."""
+    module: str = MODULE
+    """Module of a rank."""
+    stream: int | None = None
+    """Number of a socket that rank 0 inherits; this process closes its own end of it."""
     folder: Path = field(init=False)
     ranks: list[RankProcess] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
@@ -153,11 +157,14 @@ class RankProcesses:
             if process.stdin is not None:
                 os.set_blocking(process.stdin.fileno(), False)
             self.ranks.append(process)
+        if self.stream is not None:
+            os.close(self.stream)
         self.beat(self.held_at)  # which may be later than what the first of them was started with
 
     def _spawned(self, rank: int) -> RankProcess:
         return subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(self.run_dir)],
+            [sys.executable, "-m", self.module, *self._arguments(rank)],
+            pass_fds=[] if rank or self.stream is None else [self.stream],
             stdin=subprocess.DEVNULL if self.fence_seconds is None else subprocess.PIPE,
             cwd=HOME,
             env=self._environment(rank),
@@ -174,11 +181,14 @@ class RankProcesses:
         sys.stdout.flush()
         sys.stderr.flush()
         if (pid := os.fork()) == 0:
-            self._become_rank(environment, reader, writer)
+            self._become_rank(rank, environment, reader, writer)
         os.close(reader)
         return Forked(pid, writer)
 
-    def _become_rank(self, environment: dict[str, str], stdin: int, writer: IO[bytes] | None) -> NoReturn:
+    def _arguments(self, rank: int) -> list[str]:
+        return [str(self.run_dir), *([] if rank or self.stream is None else [str(self.stream)])]
+
+    def _become_rank(self, rank: int, environment: dict[str, str], stdin: int, writer: IO[bytes] | None) -> NoReturn:
         """In the fork: what a process started for the rank would have, and nothing of its launcher's."""
         try:
             signal.set_wakeup_fd(-1)
@@ -186,12 +196,13 @@ class RankProcesses:
             for pipe in (writer, *(one.stdin for one in self.ranks)):
                 if pipe is not None:
                     pipe.close()
-            for descriptor in (stdin, self._woken, self._wake):
+            theirs = [] if self.stream is None or not rank else [self.stream]
+            for descriptor in (stdin, self._woken, self._wake, *theirs):
                 os.close(descriptor)
             os.chdir(HOME)
             os.environ.clear()
             os.environ.update(environment)
-            leave(run_module(MODULE, [str(self.run_dir)]))
+            leave(run_module(self.module, self._arguments(rank)))
         except BaseException:
             traceback.print_exc()
         finally:

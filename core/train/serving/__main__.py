@@ -12,7 +12,7 @@ from core.train.session.over_socket import begin
 
 
 def main(arguments: list[str]) -> int:
-    run_dir, stream, stop = begin(arguments, "core.train.serving", "The serving child.", ServingOrder)
+    run_dir, stream, stop = begin(arguments, "core.train.serving", "The serving child.", ServingOrder).armed()
     with importing():
         from core.train.serving.serve import serve  # slow: torch and transformers
 

@@ -1,5 +1,5 @@
 """`python -m core.train.session RUN_DIR FD`: the child of a session. FD is its end of a socket pair that its worker
-made; operations come and answers go over it (core/spec/run/frames.py)."""
+made; operations come and answers go over it (core/spec/run/frames.py). With several ranks it is their launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from core.train.session.over_socket import begin
 
 
 def main(arguments: list[str]) -> int:
-    run_dir, stream, stop = begin(arguments, "core.train.session", "The child of a session.", SessionOrder)
+    begun = begin(arguments, "core.train.session", "The child of a session.", SessionOrder)
+    if begun.order.world_size > 1:
+        from core.train.ranks.launch import launch
+
+        return launch(begun.run_dir, begun.order, "core.train.session.ranks", begun.fd)
+    run_dir, stream, stop = begun.armed()
     with importing():
         from core.train.session.serve import serve  # slow: torch and transformers
 

@@ -84,8 +84,9 @@ class SessionAdapter:
         return self.engine
 
     def draw(self) -> None:
-        """Set the generator that dropout draws from, by the seed and the number of backward passes before."""
-        digest = hashlib.sha256(f"{self.seed}:{self.draws}".encode()).digest()
+        """Set the generator that dropout draws from, by the seed, the rank and the number of backward passes before."""
+        rank = self.base.ranks.rank
+        digest = hashlib.sha256(f"{self.seed}:{self.draws}{f':{rank}' if rank else ''}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         self.draws += 1
 

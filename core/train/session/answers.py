@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from core.spec.session.verbs import Generate
+from core.train.batch import Batch
 from core.train.engine import Engine
 from core.train.generation.sampling import Completion, SamplingParams
 from core.train.session.adapter import SessionAdapter
-from core.train.session.examples import (
-    CHOICES,
-    SessionExample,
-    batch_of,
-    last_targets,
-    passes,
-    read_rows,
-    spread,
-)
+from core.train.session.examples import CHOICES, SessionExample, last_targets, read_rows, spread
 from core.train.session.faults import BadOperation, check_finite
 from core.train.session.losses import logprobs_and_likeliest, logprobs_of
+from core.train.session.ranks.crew import Crew
 from core.train.session.resident import ResidentBase
 from core.train.session.sampling import Draw, SharedSampler
 
@@ -47,17 +41,19 @@ class SessionPasses(Protocol):
     """What the adapters of a session are asked for beside answers: see SessionVerbs."""
 
     base: ResidentBase
+    crew: Crew
     exact: bool
     between: Callable[[], None]
-
-    @property
-    def pass_tokens(self) -> int: ...
 
     def adapter_of(self, asked: Generate) -> SessionAdapter | None: ...
 
     def reading(self, asked: Generate) -> Any: ...
 
     def examples(self, tensors: dict[str, Tensor]) -> list[SessionExample]: ...
+
+    def over(
+        self, examples: list[SessionExample], compute: Callable[[Batch], tuple[float, tuple[Tensor, ...]]]
+    ) -> tuple[float, list[list[Tensor]]]: ...
 
     def logprobs(self, engine: Engine, examples: list[SessionExample]) -> list[Tensor]: ...
 
@@ -70,6 +66,10 @@ class Answers:
 
     def plan(self, asked: Generate, tensors: dict[str, Tensor]) -> PlannedDraw:
         """Check an operation. BadOperation where it cannot be computed."""
+        plan, mixes = self._verbs.crew.agreed(lambda: self._plan(asked, tensors), lambda plan: plan.mixes)
+        return replace(plan, mixes=all(mixes))
+
+    def _plan(self, asked: Generate, tensors: dict[str, Tensor]) -> PlannedDraw:
         if odd := sorted(tensors.keys() - {"tokens", "lengths", "targets"}):
             words = f"there is no array `{odd[0]}`; a prompt is `tokens` and `lengths`, and may have `targets`"
             raise BadOperation(words, field=odd[0])
@@ -100,19 +100,29 @@ class Answers:
 
     def one(self, plan: PlannedDraw) -> Answer:
         """Compute an operation by itself. BadOperation."""
-        draw = plan.draw
         if plan.mixes:
-            return self.told(plan, self.sampler.answer([draw])[0])
+            return self.told(plan, self.together([plan])[0])
         with self._verbs.reading(plan.asked) as engine:
-            answers = engine.complete(
-                draw.prompts,
-                draw.keys,
-                draw.params,
-                slots=self.sampler.slots,
-                decode=self._base.tokenizer.decode,
-                between=self._verbs.between,
-            )
+
+            def complete(draws: Sequence[Draw]) -> list[list[list[Completion]]]:
+                return [
+                    engine.complete(
+                        draw.prompts,
+                        draw.keys,
+                        draw.params,
+                        slots=self.sampler.slots,
+                        decode=self._base.tokenizer.decode,
+                        between=self._verbs.between,
+                    )
+                    for draw in draws
+                ]
+
+            (answers,) = self._verbs.crew.drawn([plan.draw], complete)
         return self.told(plan, answers)
+
+    def together(self, plans: Sequence[PlannedDraw]) -> list[list[list[Completion]]]:
+        """The answers to several operations, of any sessions, of which each `mixes`."""
+        return self._verbs.crew.drawn([plan.draw for plan in plans], self.sampler.answer)
 
     def told(self, plan: PlannedDraw, answers: list[list[Completion]]) -> Answer:
         """What the caller is told of the answers to an operation: all that the model is asked for beside them is
@@ -170,12 +180,7 @@ class Answers:
         )  # several targets come with weights
         if CHOICES not in examples[0].values:
             raise BadOperation("`targets` of prompts are of shape [tokens, choices]", field="targets")
-        found = list[Tensor]()
-        for places in passes(examples, self._verbs.pass_tokens):
-            self._verbs.between()
-            batch = batch_of([examples[at] for at in places], self._base.pad_token_id)
-            seen = engine.evaluate(batch, logprobs_of)
-            found += torch.split(seen, batch.label_counts())
+        _, (found,) = self._verbs.over(examples, lambda batch: (0.0, (engine.evaluate(batch, logprobs_of),)))
         return spread(examples, found).view(targets.shape).masked_fill(targets < 0, 0.0)
 
     def _of_prompts(self, engine: Engine, asked: Generate, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -190,7 +195,13 @@ class Answers:
         likeliest = [torch.zeros(0, most) for _ in examples]
         ids = [torch.zeros(0, most, dtype=torch.int32) for _ in examples]
         if most:
-            for at, (mine, best, which) in zip(places, self._likeliest(engine, chosen, most), strict=True):
+
+            def compute(batch: Batch) -> tuple[float, tuple[Tensor, ...]]:
+                looked = engine.evaluate(batch, lambda policy, batch: logprobs_and_likeliest(policy, batch, most))
+                return 0.0, tuple(each.cpu() for each in looked)
+
+            _, seen = self._verbs.over(chosen, compute) if chosen else (0.0, [])
+            for at, mine, best, which in zip(places, *seen, strict=bool(chosen)):
                 own[at], likeliest[at], ids[at] = mine, best, which.to(torch.int32)
         else:
             for at, mine in zip(places, self._verbs.logprobs(engine, chosen), strict=True):
@@ -200,13 +211,3 @@ class Answers:
             return found
         tops = {"prompt_top_logprobs": spread(examples, likeliest), "prompt_top_tokens": spread(examples, ids)}
         return found | {name: flat.view(-1, most) for name, flat in tops.items()}
-
-    def _likeliest(
-        self, engine: Engine, examples: list[SessionExample], most: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """What `logprobs_and_likeliest` finds for each example."""
-        for places in passes(examples, self._verbs.pass_tokens):
-            self._verbs.between()
-            batch = batch_of([examples[at] for at in places], self._base.pad_token_id)
-            found = engine.evaluate(batch, lambda policy, batch: logprobs_and_likeliest(policy, batch, most))
-            yield from zip(*(torch.split(each.cpu(), batch.label_counts()) for each in found), strict=True)

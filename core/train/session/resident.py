@@ -43,12 +43,14 @@ class ResidentBase:
                 field="training.precision",
             )
         self.placement = compute.placement
+        self.ranks = run.ranks
         self.whole = whole
         self._owner: str | None = None
         self._folder = run.model_dir
         self.tokenizer = tokenizer
         self.pad_token_id = pad_token(tokenizer)
-        self.model, self.packed = build_base(run, self.placement, tokenizer)
+        with run.ranks.rank_zero_first(run.caches_weights):
+            self.model, self.packed = build_base(run, self.placement, tokenizer)
         split_matmuls(self.model, self.placement.limits)
         self.longest = context_length(self.model)
         self.vocabulary = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]

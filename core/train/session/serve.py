@@ -7,7 +7,8 @@ import select
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from core.spec.run.orders import SessionOrder
 from core.spec.session.verbs import OPERATION, Generate, Verbs
 from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
-from core.train.base.events import EventWriter
+from core.train.base.events import EventWriter, NullEventWriter
 from core.train.base.log_lines import LogLines
 from core.train.base.out_of_memory import is_out_of_memory
 from core.train.base.reading import is_panic
@@ -34,10 +35,13 @@ from core.train.failures import describe
 from core.train.generation.sampling import Completion
 from core.train.model.compute import prepare_compute
 from core.train.model.load import load_tokenizer
+from core.train.ranks.env import RankEnv
+from core.train.ranks.last_word import tell_launcher
 from core.train.run import Run
 from core.train.session.answers import Answer, PlannedDraw
 from core.train.session.examples import read_tensors
 from core.train.session.faults import BadOperation
+from core.train.session.ranks.crew import Crew
 from core.train.session.resident import ResidentBase
 from core.train.session.sampling import SharedSampler
 from core.train.session.shelf import RESIDENT, Shelf
@@ -48,20 +52,29 @@ LOOK_SECONDS = 0.2
 """How often a waiting child looks whether it was asked to leave."""
 
 
-def serve(run_dir: Path, stream: socket.socket, stop: Stop) -> int:
-    """Compute what comes over `stream` until SIGTERM, or until its other end is closed; the exit code."""
-    events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout))
+def serve(run_dir: Path, stream: socket.socket | None, stop: Stop, rank_env: RankEnv | None = None) -> int:
+    """Compute what comes over `stream` until SIGTERM, or until its other end is closed; the exit code. `rank_env`:
+    which of several ranks this process is; all but the first have no stream, and compute what that lets them hear."""
+    first = rank_env is None or rank_env.rank == 0
+    events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout)) if first else NullEventWriter()
     try:
         order = SessionOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
         memory_limit.hold(order.memory_limit, of_helpers=order.helper_limit)
-        with Run(order, run_dir, events, stop) as run:
-            _SessionLoop(run, order, stream).run()
+        with Run(order, run_dir, events, stop, rank_env) as run:
+            loop = _SessionLoop(run, order)
+            if stream is None:
+                loop.follow()
+            else:
+                loop.run(stream)
     except StopRequested:
         return EXIT_CHECKPOINTED
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        return tell_failure(error, events, describe(error, events.phase))
+        payload = describe(error, events.phase)
+        if rank_env is not None:
+            return tell_launcher(error, rank_env, events, payload)
+        return tell_failure(error, events, payload)
     finally:
         events.close()
     return EXIT_CHECKPOINTED
@@ -76,8 +89,13 @@ class _Resident:
     position: int = 0
     """Position of the operation that was computed last."""
 
-    def snapshot(self) -> None:
-        write_snapshot(self.folder, self.verbs, self.position)
+    def weights(self) -> dict[str, Tensor]:
+        """What it trains, by model and name."""
+        return {
+            f"{model}/{name}": parameter
+            for model, adapter in self.verbs.adapters.items()
+            for name, parameter in adapter.engine.trained_parameters.items()
+        }
 
 
 @dataclass(slots=True)
@@ -92,17 +110,22 @@ class _Asked:
 
 class _SessionLoop:
     """Operations of one session, and of others that join it on the same base. Only one is computed at a time, and each
-    session has adapters, windows and random state of its own: what it comes to is what it comes to alone."""
+    session has adapters, windows and random state of its own: what it comes to is what it comes to alone.
 
-    def __init__(self, run: Run, order: SessionOrder, stream: socket.socket) -> None:
-        self._run, self._stream, self._order = run, stream, order
+    Of several ranks each has a loop like this one. The first `run`s, and the others `follow` it: they compute each
+    frame that it computes, in the same order, since every rank has a share of all passes.
+    """
+
+    def __init__(self, run: Run, order: SessionOrder) -> None:
+        self._run, self._order = run, order
+        self._stream: socket.socket
         run.phase("loading")
         compute = prepare_compute(run)
         with run.stop.at_once():
             run.check_stop()
             whole = isinstance(order.spec.method, Full)
             self._base = ResidentBase(run, compute, load_tokenizer(run.tokenizer_dir), whole=whole)
-            self._shelf = Shelf(self._base)
+            self._crew, self._shelf = Crew(run.ranks), Shelf(self._base)
             self._sampler = SharedSampler(self._base, order.slots, run.check_stop)
             self._seats = 0
             self._own = self._seated(Path(order.session_dir))
@@ -124,28 +147,62 @@ class _SessionLoop:
         )
         self._seats += 1
         try:
-            position, faults = load_snapshot(folder, verbs)
+            with self._run.ranks.rank_zero_first():  # which sets broken ones aside
+                position, faults = load_snapshot(folder, verbs)
         except BaseException:
             verbs.leave()
             raise
+        self._crew.one_position(position)
         for fault in faults:
             self._run.notice("snapshot", f"a snapshot was set aside: {fault}")
         return _Resident(verbs, folder, position)
 
-    def run(self) -> None:
+    def run(self, stream: socket.socket) -> None:
         """Answer operations. StopRequested leaves snapshots behind; the end of the stream leaves none, since then
         nobody is there to whom anything was promised."""
+        self._stream = stream
         self._run.phase("serving")
         self._tell({"ready": True, "position": self._own.position, "models": list(self._own.verbs.adapters)})
         try:
             while self._hear():
                 self._turn()
         except StopRequested:
-            for one in self._sessions.values():
-                one.snapshot()
+            for session_id in self._sessions:
+                self._snapshot(session_id)
+            self._crew.tell({"end": True})
             raise
         except (FrameError, ConnectionError) as error:
             print(f"the stream of operations broke off: {error}", file=sys.stderr)
+            return  # the launcher ends the other ranks, wherever they are
+        self._crew.tell({"end": True})
+
+    def follow(self) -> None:
+        """Compute what the first rank computes, until it ends. A wish to stop is the first rank's to answer, once the
+        operation has been left on all of them."""
+        self._run.phase("serving")
+        taken: list[_Asked] = []
+        while "end" not in (frame := self._crew.hear()).header:
+            with suppress(StopRequested):
+                if "snapshot" in frame.header:
+                    self._crew.check_in_sync(self._sessions[self._whose(frame)].weights())
+                elif "draw" in frame.header:
+                    drawn, taken = taken, []
+                    for _ in self._drawn_together(drawn):
+                        pass
+                elif _draws(frame):
+                    taken.append(self._planned(frame))
+                else:
+                    self._computed(frame)
+                continue
+            taken = []
+
+    def _snapshot(self, session_id: str) -> int:
+        """Write a session down; its position."""
+        one = self._sessions[session_id]
+        self._crew.tell({"snapshot": True, "session": session_id})
+        self._crew.check_in_sync(one.weights())
+        write_snapshot(one.folder, one.verbs, one.position)
+        return one.position
 
     def _hear(self) -> bool:
         """Read what has come, and wait for it where there is nothing to do; False: the other end is closed."""
@@ -182,25 +239,37 @@ class _SessionLoop:
 
     def _draw(self, first: Frame) -> None:
         """Answer a frame that draws, and others beside it as long as slots are free, one of each session in turn."""
-        taken = [self._planned(first)]
+        taken = [self._planned(self._heard(first))]
         more = True
         while more:
             more = False
             for session_id in [*self._waiting]:
                 if self._fits(self._waiting[session_id][0], taken):
-                    taken.append(self._planned(self._take(session_id)))
+                    taken.append(self._planned(self._heard(self._take(session_id))))
                     more = True
+        self._crew.tell({"draw": True})
+        for one, answer in self._drawn_together(taken):
+            self._reply(one.resident, one.frame, answer)
+
+    def _heard(self, frame: Frame) -> Frame:
+        """A frame, once all ranks know that it is the next one."""
+        self._crew.tell(frame.header, frame.body)
+        return frame
+
+    def _drawn_together(self, taken: list[_Asked]) -> Iterator[tuple[_Asked, Frame]]:
+        """What frames that draw come to, one after the other."""
         mixed = [one for one in taken if isinstance(one.plan, PlannedDraw) and one.plan.mixes]
         together: dict[int, list[list[Completion]]] = {}
         if len(mixed) > 1:
             try:
-                found = self._sampler.answer([one.plan.draw for one in mixed if isinstance(one.plan, PlannedDraw)])
+                plans = [one.plan for one in mixed if isinstance(one.plan, PlannedDraw)]
+                found = mixed[0].resident.verbs.answers.together(plans)
                 together = {id(one): answers for one, answers in zip(mixed, found, strict=True)}
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise  # each is tried by itself
         for one in taken:
-            self._reply(one.resident, one.frame, self._drawn(one, together.get(id(one))))
+            yield one, self._drawn(one, together.get(id(one)))
 
     def _fits(self, frame: Frame, taken: list[_Asked]) -> bool:
         """Whether a frame may be answered in one batch with others."""
@@ -212,15 +281,11 @@ class _SessionLoop:
 
     def _planned(self, frame: Frame) -> _Asked:
         one = self._sessions[self._whose(frame)]
-
-        def plan() -> PlannedDraw:
+        try:
             operation, tensors = _read(frame)
             assert isinstance(operation, Generate)
             one.verbs.exact = bool(frame.header.get("exact"))
-            return one.verbs.answers.plan(operation, tensors)
-
-        try:
-            return _Asked(one, frame, one.verbs.guarded(plan))
+            return _Asked(one, frame, one.verbs.guarded(lambda: one.verbs.answers.plan(operation, tensors)))
         except (ValidationError, EftError) as error:
             return _Asked(one, frame, error)
 
@@ -232,7 +297,7 @@ class _SessionLoop:
                 raise plan
             return verbs.answers.one(plan) if answers is None else verbs.answers.told(plan, answers)
 
-        return self._computed(asked.frame, lambda: verbs.guarded(compute))
+        return _answer_of(asked.frame, lambda: verbs.guarded(compute))
 
     def _answer(self, frame: Frame) -> None:
         header = frame.header
@@ -240,37 +305,23 @@ class _SessionLoop:
         if "join" in header:
             self._tell({"id": number} | self._join(session_id, Path(header["join"])))
             return
-        one = self._sessions[session_id]
-        if "leave" in header:
-            one.snapshot()
-            one.verbs.leave()
-            del self._sessions[session_id]
-            self._tell({"id": number, "ok": True, "result": {"position": one.position}})
+        if "leave" in header or "snapshot" in header:
+            position = self._snapshot(session_id)
+            if "leave" in header:
+                self._sessions.pop(session_id).verbs.leave()
+            self._tell({"id": number, "ok": True, "result": {"position": position}})
             return
-        if "snapshot" in header:
-            one.snapshot()
-            self._tell({"id": number, "ok": True, "result": {"position": one.position}})
-            return
+        self._reply(self._sessions[session_id], frame, self._computed(self._heard(frame)))
+
+    def _computed(self, frame: Frame) -> Frame:
+        """What an operation that draws nothing came to, or what was wrong with it."""
+        verbs = self._sessions[self._whose(frame)].verbs
 
         def compute() -> Answer:
-            one.verbs.exact = bool(header.get("exact"))
-            return one.verbs.do(*_read(frame), header.get("identity"))
+            verbs.exact = bool(frame.header.get("exact"))
+            return verbs.do(*_read(frame), frame.header.get("identity"))
 
-        self._reply(one, frame, self._computed(frame, compute))
-
-    def _computed(self, frame: Frame, compute: Callable[[], Answer]) -> Frame:
-        """What an operation came to, or what was wrong with it."""
-        number = frame.header.get("id")
-        try:
-            result, found = compute()
-            return Frame({"id": number, "ok": True, "result": result}, tensors_to_bytes(found) if found else b"")
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            field = ".".join(str(part) for part in first["loc"][1:])
-            bad = BadOperation(f"{field or 'op'}: {first['msg']}", field=field or "op")
-            return Frame({"id": number, "ok": False, "error": bad.as_dict()})
-        except EftError as error:
-            return Frame({"id": number, "ok": False, "error": error.as_dict()})
+        return _answer_of(frame, compute)
 
     def _reply(self, one: _Resident, frame: Frame, answer: Frame) -> None:
         if (position := frame.header.get("position")) is not None:
@@ -292,6 +343,21 @@ class _SessionLoop:
 
     def _tell(self, header: dict[str, Any]) -> None:
         send(self._stream, Frame(header))
+
+
+def _answer_of(frame: Frame, compute: Callable[[], Answer]) -> Frame:
+    """What an operation came to, or what was wrong with it."""
+    number = frame.header.get("id")
+    try:
+        result, found = compute()
+        return Frame({"id": number, "ok": True, "result": result}, tensors_to_bytes(found) if found else b"")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"][1:])
+        bad = BadOperation(f"{field or 'op'}: {first['msg']}", field=field or "op")
+        return Frame({"id": number, "ok": False, "error": bad.as_dict()})
+    except EftError as error:
+        return Frame({"id": number, "ok": False, "error": error.as_dict()})
 
 
 def _draws(frame: Frame) -> bool:

@@ -43,6 +43,7 @@ from core.train.session.examples import (
 )
 from core.train.session.faults import BadOperation, NoSuchModel, check_finite
 from core.train.session.losses import check_loss, logprobs_of, loss_sum, rows_together
+from core.train.session.ranks.crew import Crew
 from core.train.session.resident import ResidentBase
 from core.train.session.sampling import SharedSampler
 from core.train.session.shelf import Shelf, check_adapter, method_of
@@ -67,6 +68,7 @@ class SessionVerbs:
     ) -> None:
         """`seat`: number of the session among those that share the base."""
         self.base, self.shelf, self.saved, self._seat = base, shelf, folder / SAVED, seat
+        self.crew = Crew(base.ranks)
         self._most_tokens, self.between = pass_tokens, between
         self.answers = Answers(self, sampler)
         self.exact = False
@@ -104,28 +106,12 @@ class SessionVerbs:
 
     def _do(self, asked: Verbs, tensors: dict[str, Tensor], identity: str | None) -> Answer:
         match asked:
-            case CreateModel():
-                self._refuse_known(asked.model)
-                made = SessionAdapter.make(
-                    self.base, asked.model, self.key(asked.model), asked.method, asked.optimizer, asked.seed
-                )
-                self.adapters[asked.model] = made
-                return made.about(), {}
-            case LoadModel():
-                return self._load(asked), {}
-            case DropModel():
-                self.base.drop(self._find(asked.model).key)
-                del self.adapters[asked.model]
-                return {"model": asked.model}, {}
+            case CreateModel() | LoadModel() | DropModel() | OptimStep() | ZeroGrad():
+                return self.crew.alike(lambda: self._change(asked)), {}
             case Forward():
                 return self._forward(asked, tensors)
             case ForwardBackward():
                 return self._forward_backward(asked, tensors)
-            case OptimStep():
-                return self._find(asked.model).step(asked), {}
-            case ZeroGrad():
-                self._find(asked.model).begin().zero_grad()
-                return {"model": asked.model}, {}
             case Generate():
                 return self.answers.one(self.answers.plan(asked, tensors))
             case Logprobs():
@@ -136,29 +122,75 @@ class SessionVerbs:
                     found = self.logprobs(engine, examples)
                 return {"targets": _targets(examples)}, {"logprobs": spread(examples, found)}
             case Save():
-                return self._save(asked, identity), {}
+                adapter = self._find(asked.model)
+                self.crew.check_in_sync(adapter.engine.trained_parameters)
+                return self._save(asked, identity) if self.crew.first else {}, {}
+            case _ as never:
+                assert_never(never)
+
+    def _change(self, asked: CreateModel | LoadModel | DropModel | OptimStep | ZeroGrad) -> dict[str, Any]:
+        match asked:
+            case CreateModel():
+                self._refuse_known(asked.model)
+                made = SessionAdapter.make(
+                    self.base, asked.model, self.key(asked.model), asked.method, asked.optimizer, asked.seed
+                )
+                self.adapters[asked.model] = made
+                return made.about()
+            case LoadModel():
+                return self._load(asked)
+            case DropModel():
+                self.base.drop(self._find(asked.model).key)
+                del self.adapters[asked.model]
+                return {"model": asked.model}
+            case OptimStep():
+                return self._find(asked.model).step(asked)
+            case ZeroGrad():
+                self._find(asked.model).begin().zero_grad()
+                return {"model": asked.model}
             case _ as never:
                 assert_never(never)
 
     # --- passes
 
+    def over(
+        self,
+        examples: list[SessionExample],
+        compute: Callable[[Batch], tuple[float, tuple[Tensor, ...]]],
+        together: int = 1,
+    ) -> tuple[float, list[list[Tensor]]]:
+        """Compute passes over examples, of several ranks each its share. Returns the sum of the losses and, for each
+        tensor that a pass comes to ([targets of its examples, …]; none where it has no target), parts by example."""
+        mine = self.crew.share([len(one.tokens) for one in examples], together)
+
+        def passed() -> tuple[float, list[Tensor]]:
+            chosen, total, parts = [examples[at] for at in mine], 0.0, []
+            for places in passes(chosen, self.pass_tokens, together):
+                self.between()
+                loss, found = compute(batch_of([chosen[at] for at in places], self.base.pad_token_id))
+                total += loss
+                parts += [found] if found else []
+            return total, [torch.cat(each) for each in zip(*parts, strict=True)]
+
+        total, found = self.crew.gathered(passed)
+        counts = [int(one.asked.sum()) for one in examples]
+        return total, [list(torch.split(each, counts)) for each in found or [torch.zeros(0)]]
+
     def _forward(self, asked: Forward, tensors: dict[str, Tensor]) -> Answer:
         examples = self.examples(tensors)
         check_loss(asked.loss, examples)
         engine = self._find(asked.model).begin()
-        total, found = 0.0, list[Tensor]()
-        for places in passes(examples, self.pass_tokens, rows_together(asked.loss)):
-            self.between()
-            batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
 
-            def look(policy: PolicyModel, batch: Batch) -> tuple[Tensor, Tensor]:
-                logprobs = logprobs_of(policy, batch)
-                return logprobs, loss_sum(asked.loss, logprobs, batch)
+        def look(policy: PolicyModel, batch: Batch) -> tuple[Tensor, Tensor]:
+            logprobs = logprobs_of(policy, batch)
+            return logprobs, loss_sum(asked.loss, logprobs, batch)
 
+        def compute(batch: Batch) -> tuple[float, tuple[Tensor, ...]]:
             logprobs, loss = engine.evaluate(batch, look)
             check_finite([loss, logprobs])
-            total += float(loss.double())
-            found += torch.split(logprobs, batch.label_counts())
+            return float(loss.double()), (logprobs,)
+
+        total, (found,) = self.over(examples, compute, rows_together(asked.loss))
         return {"loss": total, "targets": _targets(examples)}, _told(examples, found)
 
     def _forward_backward(self, asked: ForwardBackward, tensors: dict[str, Tensor]) -> Answer:
@@ -166,34 +198,30 @@ class SessionVerbs:
         check_loss(asked.loss, examples)
         adapter = self._find(asked.model)
         engine = adapter.begin()
-        with adapter.whole():
-            adapter.draw()
-            return self._accumulate(asked, engine, examples)
 
-    def _accumulate(self, asked: ForwardBackward, engine: Engine, examples: list[SessionExample]) -> Answer:
-        total, found = 0.0, list[Tensor]()
-        for places in passes(examples, self.pass_tokens, rows_together(asked.loss)):
-            self.between()
-            batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
+        def compute(batch: Batch) -> tuple[float, tuple[Tensor, ...]]:
             if not batch.label_tokens:
-                found += [torch.zeros(0) for _ in places]
-                continue
+                return 0.0, ()
             function = _Watched(asked.loss)
             loss = engine.forward(batch, function, {})
             check_finite([loss.total, function.logprobs])
             engine.backward(loss.total)
-            total += float(loss.sums["loss"])
-            found += torch.split(function.logprobs, batch.label_counts())
+            return float(loss.sums["loss"]), (function.logprobs,)
+
+        with adapter.whole():
+            adapter.draw()
+            with self.crew.window(engine):
+                total, (found,) = self.over(examples, compute, rows_together(asked.loss))
         result = {"loss": total, "targets": _targets(examples), "micro_steps": engine.micro_steps}
         return result, _told(examples, found)
 
     def logprobs(self, engine: Engine, examples: list[SessionExample]) -> list[Tensor]:
-        found = list[Tensor]()
-        for places in passes(examples, self.pass_tokens):
-            self.between()
-            seen = engine.logprobs(batch_of([examples[at] for at in places], self.base.pad_token_id))
-            check_finite(seen)
-            found += seen
+        def compute(batch: Batch) -> tuple[float, tuple[Tensor, ...]]:
+            seen = torch.cat(engine.logprobs(batch))
+            check_finite([seen])
+            return 0.0, (seen,)
+
+        _, (found,) = self.over(examples, compute)
         return found
 
     # --- adapters and their folders
@@ -275,7 +303,7 @@ class SessionVerbs:
 
     def reading(self, asked: Generate | Logprobs) -> Any:
         """A context with the engine of an adapter, of a saved one, or of the base alone."""
-        adapter = self.adapter_of(asked)
+        adapter, _ = self.crew.agreed(lambda: self.adapter_of(asked))
         return self.base.alone() if adapter is None else _As(adapter.begin())
 
 
