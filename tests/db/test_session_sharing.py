@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from sqlalchemy import delete, select, update
 
 from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Event, Job, Limit
+from core.jobs.base import shares
+from core.jobs.base.shares import GuestSpan, UsageSpan, shared_out
 from core.jobs.base.states import Status
 from core.jobs.base.stop_reasons import StopReason
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.finish import Failed, Requeued, RetryPolicy, finish
-from core.jobs.lifecycle.sessions import records, sharing
-from core.jobs.policies import nodes
+from core.jobs.lifecycle.sessions import limits, records, sharing
+from core.jobs.policies import nodes, usage
 from core.spec.resolve import resolve
 from core.spec.session.job import SessionSpec
 from tests.support.lab import Lab
@@ -145,3 +148,82 @@ def test_after_a_failure_of_the_process_all_are_tried_again(lab: Lab, host: Clai
         assert finish(session, guest.token, "session", failed, -9, policy) is Status.QUEUED
         assert session.get_one(Job, name).machine_failures == 1
     assert join(lab, host) is not None
+
+
+HOUR = 3600.0
+
+
+def counted(lab: Lab) -> dict[str, float]:
+    """Hours of CPU slots by user, as the report has them."""
+    with lab.database.read() as session:
+        rows = usage.report(session, 0, 99_999)
+    return {row.owner_id.removeprefix("user-"): row.cpu_hours for row in rows if row.cpu_hours}
+
+
+def left(lab: Lab, claim: Claim) -> None:
+    with lab.database.write() as session:
+        finish(session, claim.token, "session", Requeued("it was asked"), 0, RetryPolicy())
+    change(lab, claim.token.job_id, not_before=db_now() + 9 * HOUR)
+
+
+def test_who_shares_a_slot_is_billed_for_a_part_of_it(lab: Lab, host: Claim) -> None:
+    """The parts are those of the time that each was there, before they are charged and after; together they are the
+    time of the slot."""
+    lab.wait(HOUR)
+    opened(lab, "bob")
+    bob = join(lab, host)
+    assert bob is not None
+    lab.wait(HOUR)  # two
+    opened(lab, "cyd")
+    cyd = join(lab, host)
+    assert cyd is not None
+    lab.wait(HOUR)  # three
+    expected = {"ada": 1 + 1 / 2 + 1 / 3, "bob": 1 / 2 + 1 / 3, "cyd": 1 / 3}
+    assert counted(lab) == pytest.approx(expected, abs=0.01)
+    with lab.database.read() as session:
+        spans = usage.open_spans(session)
+        assert {span.attempt for span in spans if span.ended is None} == {
+            (one.token.job_id, one.token.attempt) for one in (host, bob, cyd)
+        }
+        fair = shares.effective([], spans, lab.database.now(), 1e12)
+    assert sum(fair.values()) == pytest.approx(3 * HOUR * SLOT.billing, rel=0.01)
+    lab.limit("owner", "bob", session_hours_week=0.8)
+    actor = lab.actor("bob")
+    with lab.database.write() as session, pytest.raises(limits.SessionQuota, match=r"0\.8 in seven days"):
+        limits.check_sessions(session, actor, 0)
+    left(lab, bob)
+    lab.wait(HOUR)  # two
+    expected = {"ada": expected["ada"] + 1 / 2, "bob": expected["bob"], "cyd": expected["cyd"] + 1 / 2}
+    assert counted(lab) == pytest.approx(expected, abs=0.01)
+    left(lab, host)  # before its last guest, as a worker that is gone
+    lab.wait(HOUR)
+    assert counted(lab) == pytest.approx(expected, abs=0.01)
+    with lab.database.write() as session:
+        assert usage.charge(session) == 1
+    assert counted(lab) == pytest.approx(expected, abs=0.01)
+    left(lab, cyd)
+    assert counted(lab) == pytest.approx(expected, abs=0.01)
+    assert sum(counted(lab).values()) == pytest.approx(4, abs=0.01)
+
+
+@pytest.mark.parametrize("ended", [None, 100.0])
+def test_parts_of_a_span_sum_up_to_it(ended: float | None) -> None:
+    """Guests that were there at once, one that came before the slot was held, and one that left behind it."""
+    whole = UsageSpan("a", "p", 10.0, ended, 0.1, 0, ("host", 1))
+    guests = [
+        GuestSpan("b", "p", ("g", 1), 5.0, 30.0),
+        GuestSpan("c", "p", ("h", 1), 20.0, None),
+        GuestSpan("d", "p", ("i", 1), 20.0, 20.0),
+        GuestSpan("e", "p", ("j", 1), 40.0, None if ended is None else 200.0),
+    ]
+    found = [replace(one, ended=150.0 if one.ended is None else one.ended) for one in shared_out(whole, guests)]
+    told = {one.owner_id: 0.0 for one in found}
+    for one in found:
+        assert one.ended is not None and one.ended > one.began >= 10.0
+        told[one.owner_id] += one.part * (one.ended - one.began)
+    end = 150.0 if ended is None else ended
+    assert sum(told.values()) == pytest.approx(end - 10.0)
+    assert told == pytest.approx({
+        "a": 10 / 2 + 10 / 3 + 10 / 2 + (end - 40) / 3, "b": 10 / 2 + 10 / 3,
+        "c": 10 / 3 + 10 / 2 + (end - 40) / 3, "e": (end - 40) / 3,
+    })  # fmt: skip

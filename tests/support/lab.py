@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import insert, select, update
 
 from core.db.engine import Database, db_now
-from core.db.tables import Allocation, Attempt, Job, Limit, Project, UsageTotal, User
+from core.db.tables import Allocation, Attempt, Job, Limit, Project, SlotGuest, UsageTotal, User
 from core.jobs.base.shares import SLICE_SECONDS
 from core.jobs.base.slots import Slot
 from core.jobs.lifecycle import claims
@@ -34,6 +34,8 @@ CLOCKS = (
     Attempt.ended_at,
     Allocation.created_at,
     Allocation.released_at,
+    SlotGuest.began_at,
+    SlotGuest.ended_at,
     UsageTotal.at,
 )
 

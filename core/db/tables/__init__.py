@@ -29,7 +29,7 @@ from core.db.tables.people import ApiKey, Audit, IdempotencyKey, Membership, Pro
 from core.db.tables.pipelines import Pipeline, PipelineEvent, PipelineStep
 from core.db.tables.serving import CompletionPiece, CompletionRow, ServingRow
 from core.db.tables.sessions import SessionOperation, SessionRow, SessionSave
-from core.db.tables.slots import Allocation, Hold, Maintenance, Node
+from core.db.tables.slots import Allocation, Hold, Maintenance, Node, SlotGuest
 from core.db.tables.sweeps import SweepRow
 from core.db.tables.usage import DiskUsage, Limit, UsageDay, UsageTotal
 
@@ -78,6 +78,7 @@ __all__ = [
     "SessionOperation",
     "SessionRow",
     "SessionSave",
+    "SlotGuest",
     "SweepRow",
     "UsageDay",
     "UsageTotal",

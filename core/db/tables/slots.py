@@ -67,6 +67,21 @@ class Allocation(Owned, Base):
     )
 
 
+class SlotGuest(Owned, Base):
+    """A session in the process of another one, which has the slot: the two, and whoever else is there, are billed for
+    equal parts of its time."""
+
+    __tablename__ = "slot_guests"
+    job_id: Mapped[str] = mapped_column(Id, primary_key=True)
+    attempt: Mapped[int] = mapped_column(Integer, primary_key=True)
+    host_id: Mapped[str] = mapped_column(Id)
+    host_attempt: Mapped[int] = mapped_column(Integer)
+    began_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    ended_at: Mapped[float | None] = mapped_column(Float)
+    """When it left, which may be a moment after the slot was free."""
+    __table_args__ = (Index("ix_slot_guests_host", "host_id", "host_attempt"),)
+
+
 class Hold(Base):
     """A slot that is not claimed: somebody works on it by hand, or it is drained."""
 

@@ -7,9 +7,10 @@ box instead of one of them getting all of it. Pure arithmetic; core/jobs/policie
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 HALF_LIFE_SECONDS = 7 * 86_400.0
 SLICE_SECONDS = 600.0
@@ -38,6 +39,40 @@ class UsageSpan:
     gpus: int
     attempt: tuple[str, int] = ("", 0)
     """(job, number) of what held it: a job of several slots has a span of each."""
+    part: float = 1.0
+    """What of the slot it is: less than all where sessions share a process."""
+    since: float | None = None
+    """When what held it began, where this span is not its first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuestSpan:
+    """The time for which a session was in the process of another one, which had the slot."""
+
+    owner_id: str
+    project_id: str
+    attempt: tuple[str, int]
+    began: float
+    ended: float | None
+    """None: it is still there."""
+
+
+def shared_out(span: UsageSpan, guests: Sequence[GuestSpan]) -> Iterator[UsageSpan]:
+    """A slot's time as those count it who shared it, each moment in equal parts: the sum is that of the slot. A guest
+    that is there before or after the slot was held counts for the time of the slot."""
+    end = math.inf if span.ended is None else span.ended
+    moments = {span.began, end}
+    for guest in guests:
+        moments |= {guest.began, end if guest.ended is None else guest.ended}
+    times = sorted(moment for moment in moments if span.began <= moment <= end)
+    for began, until in itertools.pairwise(times):
+        there = [one for one in guests if one.began <= began and (one.ended is None or one.ended >= until)]
+        ended = None if until == math.inf else until
+        mine = replace(span, began=began, ended=ended, part=1 / (1 + len(there)), since=span.began)
+        yield mine
+        for one in there:
+            since = max(one.began, span.began)
+            yield replace(mine, owner_id=one.owner_id, project_id=one.project_id, attempt=one.attempt, since=since)
 
 
 def faded(seconds: float, age: float, half_life: float) -> float:
@@ -61,6 +96,7 @@ def effective(booked: Iterable[Booked], spans: Iterable[UsageSpan], now: float, 
     for span in spans:
         seconds = weighed(span.began, now if span.ended is None else span.ended, now, half_life)
         if span.ended is None:
-            seconds = max(seconds, SLICE_SECONDS)
-        usage[span.owner_id] = usage.get(span.owner_id, 0.0) + span.billing * seconds
+            before = 0.0 if span.since is None else span.began - span.since
+            seconds = max(seconds, SLICE_SECONDS - before)
+        usage[span.owner_id] = usage.get(span.owner_id, 0.0) + span.part * span.billing * seconds
     return usage

@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now, read_now
-from core.db.tables import Allocation, Attempt, Job, Node
+from core.db.tables import Allocation, Attempt, Job, Node, SlotGuest
 from core.jobs.admission import auto_method, fit, lengths, oom_backoff, shapes
 from core.jobs.base.scheduler_lock import lock_scheduler
 from core.jobs.base.shares import HALF_LIFE_SECONDS
@@ -194,7 +194,7 @@ def take(
     slots: tuple[Slot, ...],
     lease_seconds: float,
     *,
-    host: str | None = None,
+    host: Token | None = None,
 ) -> Claim | None:
     """Write what `decide` says; None: another worker was quicker. `host`: the session that holds the slots, and whose
     process `job` joins."""
@@ -203,7 +203,7 @@ def take(
     opened = _settle(session, job, least) if opens else {}
     won, start = decide(job, worker, node, slots, opened, runtime_estimates.spent(session, job.id))
     if host is not None:
-        start = replace(start, reason=f"joins {host} on {node}: one process computes for both, in turns")
+        start = replace(start, reason=f"joins {host.job_id} on {node}: one process computes for both, in turns")
     values: dict[str, Any] = {
         "attempt": Job.attempt + 1,
         "worker": worker,
@@ -233,6 +233,8 @@ def take(
     # Preparing and previewing cost nothing, which is settled at once.
     charged = {} if CHILDREN[slot.phase].billed else {"charged_at": db_now()}
     gpus = 1 if slot.kind == "gpu" else 0
+    if host is not None:
+        session.execute(insert(SlotGuest).values(**ids, host_id=host.job_id, host_attempt=host.attempt))
     for one in slots if host is None else ():
         row = {**ids, "node": node, "slot": one.id, "gpus": gpus, "billing": slot.billing, **charged}
         session.execute(insert(Allocation).values(**row))

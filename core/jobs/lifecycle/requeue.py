@@ -9,7 +9,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
-from core.db.tables import Allocation, Attempt, Job
+from core.db.tables import Allocation, Attempt, Job, SlotGuest
 from core.jobs.base import outbox
 from core.jobs.base.states import LEASED, Status
 from core.jobs.base.transitions import move
@@ -28,6 +28,11 @@ def release(
         .returning(Allocation.slot)
         .execution_options(synchronize_session=False)
     ).all()
+    session.execute(
+        update(SlotGuest)
+        .where(SlotGuest.job_id == job_id, SlotGuest.attempt == attempt, SlotGuest.ended_at.is_(None))
+        .values(ended_at=db_now())
+    )
     for _ in freed[1:]:  # the thread that ran it looks for one job; the other slots need a bell each
         outbox.ring(session, job_id)
     session.execute(

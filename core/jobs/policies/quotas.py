@@ -158,7 +158,7 @@ def _gpu_hours(session: Session, spans: Iterable[UsageSpan], now: float) -> dict
         ended = now if span.ended is None else span.ended
         for day, seconds in by_day(span.began, ended) if span.gpus else ():
             if day >= first:
-                count(span.owner_id, span.project_id, seconds * span.gpus)
+                count(span.owner_id, span.project_id, span.part * seconds * span.gpus)
     return hours
 
 

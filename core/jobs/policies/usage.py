@@ -1,25 +1,37 @@
 """The books of usage: what slots were held, charged to their owners once they are free again.
 
-A row of `allocations` is the truth. The leading housekeeper folds those that have ended into `usage` (faded, for fair
-share) and `usage_days` (plain, for quotas and the report) and marks them, in one transaction; until then every reader
-counts them from their rows, so that nothing waits for the books.
+A row of `allocations` is the truth, with those of `slot_guests` where sessions have shared the process on a slot. The
+leading housekeeper folds those that have ended into `usage` (faded, for fair share) and `usage_days` (plain, for quotas
+and the report) and marks them, in one transaction; until then every reader counts them from their rows, so that nothing
+waits for the books.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, func, insert, select
+from sqlalchemy import ColumnElement, func, insert, select
 from sqlalchemy.orm import Session
 
 from core.db.engine import read_now
-from core.db.tables import Allocation, File, Job, UsageDay, UsageTotal
-from core.jobs.base.shares import HALF_LIFE_SECONDS, Booked, UsageSpan, effective, faded, weighed
+from core.db.tables import Allocation, File, Job, SlotGuest, UsageDay, UsageTotal
+from core.jobs.base.shares import (
+    HALF_LIFE_SECONDS,
+    Booked,
+    GuestSpan,
+    UsageSpan,
+    effective,
+    faded,
+    shared_out,
+    weighed,
+)
 from core.jobs.base.states import FINAL, Status
 
 DAY = 86_400
+_DUE = Allocation.charged_at.is_(None) & Allocation.released_at.is_not(None)
+_ORDER = (Allocation.job_id, Allocation.attempt, Allocation.slot)
 
 
 def booked(session: Session) -> list[Booked]:
@@ -34,44 +46,54 @@ def booked(session: Session) -> list[Booked]:
 
 def open_spans(session: Session) -> list[UsageSpan]:
     """What is not: about one a slot, and what ended in the last seconds."""
-    rows = session.execute(
-        select(
-            Allocation.owner_id,
-            Allocation.project_id,
-            Allocation.created_at,
-            Allocation.released_at,
-            Allocation.billing,
-            Allocation.gpus,
-            Allocation.job_id,
-            Allocation.attempt,
-        )
-        .where(Allocation.charged_at.is_(None))
-        .order_by(Allocation.job_id, Allocation.attempt, Allocation.slot)
+    columns = [getattr(Allocation, name) for name in HELD]
+    uncharged = Allocation.charged_at.is_(None)
+    rows = session.execute(select(*columns).where(uncharged).order_by(*_ORDER)).all()
+    return divided(session, rows, uncharged)
+
+
+HELD = ("job_id", "attempt", "owner_id", "project_id", "created_at", "released_at", "billing", "gpus")
+"""Columns of `allocations` that `divided` reads."""
+
+
+def divided(session: Session, held: Iterable[Any], which: ColumnElement[bool]) -> list[UsageSpan]:
+    """Make spans of slots that were held (rows with HELD), divided where sessions have shared a process. `which`: a
+    condition on `allocations` that all of the rows meet."""
+    query = select(SlotGuest).join(
+        Allocation,
+        (Allocation.job_id == SlotGuest.host_id) & (Allocation.attempt == SlotGuest.host_attempt) & which,
     )
-    return [UsageSpan(*row[:6], attempt=(row[6], row[7])) for row in rows]
+    guests: dict[tuple[str, int], list[GuestSpan]] = {}
+    for row in session.execute(query.order_by(SlotGuest.job_id, SlotGuest.attempt)).scalars():
+        span = GuestSpan(row.owner_id, row.project_id, (row.job_id, row.attempt), row.began_at, row.ended_at)
+        guests.setdefault((row.host_id, row.host_attempt), []).append(span)
+    found: list[UsageSpan] = []
+    for one in held:
+        attempt = (one.job_id, one.attempt)
+        whole = UsageSpan(
+            one.owner_id, one.project_id, one.created_at, one.released_at, one.billing, one.gpus, attempt=attempt
+        )
+        found += shared_out(whole, guests[attempt]) if attempt in guests else [whole]
+    return found
 
 
 def due(session: Session) -> bool:
     """Whether `charge` would find anything: asked every few seconds, and mostly not the case."""
-    query = select(Allocation.job_id).where(Allocation.charged_at.is_(None), Allocation.released_at.is_not(None))
+    query = select(Allocation.job_id).where(_DUE)
     return session.execute(query.limit(1)).first() is not None
 
 
 def charge(session: Session, half_life: float = HALF_LIFE_SECONDS, limit: int = 500) -> int:
     """Charge what has ended, at most `limit` rows a transaction. Returns how many; call again while it is `limit`."""
-    query = _due().limit(limit).with_for_update(skip_locked=True)  # two that believe to lead: each row is charged once
+    query = select(Allocation).where(_DUE).order_by(*_ORDER).limit(limit)
+    query = query.with_for_update(skip_locked=True)  # two that believe to lead: each row is charged once
     return _book(session, session.execute(query).scalars().all(), half_life)
 
 
 def charge_job(session: Session, job_id: str, half_life: float = HALF_LIFE_SECONDS) -> int:
     """The same for one job, whose rows are about to go."""
-    query = _due().where(Allocation.job_id == job_id).with_for_update()
+    query = select(Allocation).where(_DUE, Allocation.job_id == job_id).order_by(*_ORDER).with_for_update()
     return _book(session, session.execute(query).scalars().all(), half_life)
-
-
-def _due() -> Select[Allocation]:
-    ended = select(Allocation).where(Allocation.charged_at.is_(None), Allocation.released_at.is_not(None))
-    return ended.order_by(Allocation.job_id, Allocation.attempt, Allocation.slot)
 
 
 def _book(session: Session, ended: Sequence[Allocation], half_life: float) -> int:
@@ -80,14 +102,15 @@ def _book(session: Session, ended: Sequence[Allocation], half_life: float) -> in
     now = read_now(session)
     billed: dict[tuple[str, str], float] = {}
     days: dict[tuple[int, str, str], list[float]] = {}
-    for row in ended:
-        assert row.released_at is not None
-        whose = (row.owner_id, row.project_id)
-        counts = row.billing * weighed(row.created_at, row.released_at, now, half_life)
+    for span in divided(session, ended, _DUE):
+        assert span.ended is not None
+        whose = (span.owner_id, span.project_id)
+        counts = span.part * span.billing * weighed(span.began, span.ended, now, half_life)
         billed[whose] = billed.get(whose, 0.0) + counts
-        for day, seconds in by_day(row.created_at, row.released_at):
+        for day, seconds in by_day(span.began, span.ended):
             gpu_cpu = days.setdefault((day, *whose), [0.0, 0.0])
-            gpu_cpu[0 if row.gpus else 1] += seconds * max(1, row.gpus)
+            gpu_cpu[0 if span.gpus else 1] += span.part * seconds * max(1, span.gpus)
+    for row in ended:
         row.charged_at = now
     for (owner_id, project_id), seconds in sorted(billed.items()):
         known = _mine(session, UsageTotal, {"owner_id": owner_id, "project_id": project_id})
@@ -196,7 +219,7 @@ def report(
         for day, seconds in by_day(span.began, now if span.ended is None else span.ended):
             if first <= day <= last:
                 whose = (span.owner_id, span.project_id)
-                count(whose, seconds * span.gpus, 0.0 if span.gpus else seconds)
+                count(whose, span.part * seconds * span.gpus, 0.0 if span.gpus else span.part * seconds)
     states = (
         select(Job.owner_id, Job.project_id, Job.status, func.count())
         .where(Job.kind == "train", Job.status.not_in([status.value for status in FINAL]))

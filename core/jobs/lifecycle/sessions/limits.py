@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from core.db.engine import read_now
-from core.db.tables import Allocation, Job, Limit, SessionOperation, SessionRow
+from core.db.tables import Allocation, Job, Limit, SessionOperation, SessionRow, SlotGuest
 from core.errors import Forbidden
 from core.jobs.base.states import FINAL
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.sessions.records import KIND, FoundSession
-from core.jobs.policies import quotas
+from core.jobs.policies import quotas, usage
 from core.jobs.policies.quotas import Scope
 from core.jobs.policies.usage import DAY
 
@@ -125,17 +125,21 @@ def _adapters(session: Session, whose: list[ColumnElement[bool]]) -> set[tuple[s
 
 
 def _check_hours(session: Session, scope: Scope, owner_id: str, project_id: str, most: float) -> None:
-    """Hours for which sessions held slots, today and in the six days before (UTC), as `gpu_hours_week` counts them."""
+    """Hours for which sessions held slots, or their parts of those that they shared, today and in the six days before
+    (UTC), as `gpu_hours_week` counts them."""
     now = read_now(session)
     since = (now // DAY - quotas.WEEK_DAYS + 1) * DAY
-    ended = func.coalesce(Allocation.released_at, now)
-    began = case((Allocation.created_at < since, since), else_=Allocation.created_at)
-    query = (
-        select(func.coalesce(func.sum(ended - began), 0.0))
-        .join(Job, Job.id == Allocation.job_id)
-        .where(Job.kind == KIND, _whose(Job, scope, owner_id, project_id), Allocation.billing > 0, ended > since)
-    )
-    used = float(session.execute(query).scalar_one()) / 3600.0
+    hosts = select(SlotGuest.host_id).where(_whose(SlotGuest, scope, owner_id, project_id))
+    mine = _whose(Allocation, scope, owner_id, project_id) | Allocation.job_id.in_(hosts)
+    which = (Allocation.billing > 0) & (func.coalesce(Allocation.released_at, now) > since) & mine
+    query = select(*(getattr(Allocation, name) for name in usage.HELD)).join(Job, Job.id == Allocation.job_id)
+    used = 0.0
+    for span in usage.divided(session, session.execute(query.where(Job.kind == KIND, which)).all(), which):
+        if (span.project_id if scope == "project" else span.owner_id) == (
+            project_id if scope == "project" else owner_id
+        ):
+            seconds = (now if span.ended is None else span.ended) - max(span.began, since)
+            used += span.part * max(0.0, seconds) / 3600.0
     if used >= most:
         raise _used_up(session, scope, owner_id, project_id, "session_hours_week", most, used)
 

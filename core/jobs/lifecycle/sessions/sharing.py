@@ -1,8 +1,8 @@
 """Sessions of one base model in one process: who may join whom.
 
-The host has claimed a slot and is billed for it. A guest has a lease and a fencing token of its own, and no slot; where
-its host leaves, it goes back to the queue. A session that waits joins only when its turn would have come: quotas hold
-it as they hold any job.
+The host has claimed a slot. A guest has a lease and a fencing token of its own, and no slot; where its host leaves, it
+goes back to the queue. All who are in a process at a time are billed for equal parts of its slot. A session that waits
+joins only when its turn would have come: quotas hold it as they hold any job.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def join(
     order = queue_order.look(session, Kind.TRAIN, now, conditions)
     for one in waiting:
         if order.held(queue_order.waiting(one)) is None:
-            return claims.take(session, one, host.worker, job.node, slots, lease_seconds, host=job.id)
+            return claims.take(session, one, host.worker, job.node, slots, lease_seconds, host=host)
     return None
 
 
