@@ -176,7 +176,7 @@ def test_a_dense_weight_is_multiplied_as_it_is(rows: int, n: int, rank: int, dty
     source = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(size, 96, generator=source).to(dtype) for size in (rows, n))
     a, b = torch.randn(rank, 96, generator=source), torch.randn(n, rank, generator=source)
-    adapter = native.LowRank(a, b, 0.7, narrow=False) if rank else None
+    adapter = native.LoRAFactors(a, b, 0.7, narrow=False) if rank else None
     bias = torch.randn(n, generator=source)
     out, alone = torch.empty(rows, n), torch.empty(1, n)
     native.wide_product(x, weight, out, bias=bias, adapter=adapter)
@@ -195,7 +195,7 @@ def test_narrow_products_are_rounded_where_bfloat16s_are() -> None:
         torch.randn(*shape, generator=source).bfloat16() for shape in ((5, 96), (64, 96), (16, 96), (64, 16))
     )
     out, bias = torch.empty(5, 64), torch.randn(64, generator=source).bfloat16()
-    adapter = native.LowRank(a.float(), b.float(), 0.7, narrow=True)
+    adapter = native.LoRAFactors(a.float(), b.float(), 0.7, narrow=True)
     native.wide_product(x, weight, out, bias=bias, adapter=adapter, narrow=True)
     wanted = functional.linear(x, weight, bias) + functional.linear(functional.linear(x, a), b) * 0.7
     assert float((out.bfloat16() == wanted).float().mean()) > 0.98

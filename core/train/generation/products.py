@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from core.train.kernels import native
 from core.train.kernels.interface import backend_for
-from core.train.kernels.native import LowRank
+from core.train.kernels.native import LoRAFactors
 
 ROWS = 32
 """Rows up to which the C kernel is quicker than torch: 1.3 times with 32, twice with 8 (float32; bfloat16 more)."""
@@ -62,7 +62,7 @@ class _Quick:
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
         self._linear: Any = module.base_layer if isinstance(module, LoraLinear) else module
-        self._adapters: dict[torch.dtype | None, LowRank | None] = {}
+        self._adapters: dict[torch.dtype | None, LoRAFactors | None] = {}
         """The active one as it is under autocast to a dtype, or without; None: there is none."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -97,7 +97,7 @@ class _Quick:
             return []
         return [name for name in module.active_adapters if name in module.lora_A]
 
-    def _adapter(self, rounded: torch.dtype | None) -> LowRank | None:
+    def _adapter(self, rounded: torch.dtype | None) -> LoRAFactors | None:
         for name in self._active():
             a, b = self._module.lora_A[name].weight, self._module.lora_B[name].weight
             if rounded is not None:
@@ -105,5 +105,5 @@ class _Quick:
             more = -len(a) % native.LANES
             a, b = functional.pad(a.float(), (0, 0, 0, more)), functional.pad(b.float(), (0, more))
             scale = float(self._module.scaling[name])
-            return LowRank(a.contiguous(), b.contiguous(), scale, narrow=rounded is torch.bfloat16)
+            return LoRAFactors(a.contiguous(), b.contiguous(), scale, narrow=rounded is torch.bfloat16)
         return None

@@ -139,7 +139,7 @@ def few_rows(x: Tensor, packed: Tensor, scales: list[Tensor], format: str, block
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LoRAFactors:
     """An adapter beside a weight [n, k]: its product is scale · (x · aᵀ) · bᵀ."""
 
     a: Tensor
@@ -157,7 +157,7 @@ def wide_product(
     out: Tensor,
     *,
     bias: Tensor | None = None,
-    adapter: LowRank | None = None,
+    adapter: LoRAFactors | None = None,
     narrow: bool = False,
 ) -> None:
     """out [m, n] = x [m, k] · weight [n, k]ᵀ + bias [n], and an adapter's product: `weight` contiguous, bfloat16 or
@@ -193,7 +193,7 @@ def _wide_product(
     weight: Tensor,
     out: Tensor,
     bias: Tensor | None,
-    adapter: LowRank | None,
+    adapter: LoRAFactors | None,
     narrow: bool,
 ) -> None:
     wide, added = x.float().contiguous(), None if bias is None else bias.float().contiguous()
@@ -429,7 +429,7 @@ def _try_few_rows(kernels: ctypes.CDLL, values: Tensor) -> None:
     a, b, bias = values[64:96], values.view(-1)[: 95 * 32].view(95, 32), values[1, :95].contiguous()
     for dtype in (torch.bfloat16, torch.float32):
         x, weight, out = values[:7].to(dtype), values[:95].to(dtype), torch.empty(7, 95)
-        _wide_product(kernels, x, weight, out, bias, LowRank(a, b, 2.0, narrow=False), False)
+        _wide_product(kernels, x, weight, out, bias, LoRAFactors(a, b, 2.0, narrow=False), False)
         found.append((out, x.float() @ weight.float().t() + bias + 2.0 * (x.float() @ a.t() @ b.t())))
     if not all(torch.allclose(ours, right, rtol=1e-5, atol=1e-6) for ours, right in found):
         raise NativeUnavailable("their products of few rows differ from torch's on this processor")
