@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
 
 from api import health
 from api.auth.audit_router import router as audit_router
@@ -160,7 +162,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(RequestContext, latencies=state.latencies)
     errors.install(app, {"/v1": replies.render, "/api/v1": tinker_results.render})
     app.state.routes = [*app.routes, *(route for router in ROUTERS for route in router.routes)]
-    app.state.policies = _include_routers(app)
+    included, app.state.policies = _included()
+    app.router.routes.extend(included)
     _describe(app, app.state.policies)
     return app
 
@@ -206,8 +209,18 @@ def _lifespan(state: AppState) -> Callable[[FastAPI], AbstractAsyncContextManage
     return lifespan
 
 
-def _include_routers(app: FastAPI) -> Policies:
-    """Add all routes, those of the dashboard first; the policies of the others."""
+def make_ready() -> None:
+    """Analyse the parameters of all routes, which FastAPI does at the first request otherwise, for a quarter of a
+    second: for processes that are forked from this one."""
+    for route in _included()[0]:
+        route.matches({"type": "http", "method": "GET", "path": "/no/such/path", "root_path": "", "headers": []})
+
+
+@functools.cache
+def _included() -> tuple[list[BaseRoute], Policies]:
+    """All routes, those of the dashboard first, and the policies of the others. They are the same in every application
+    of this process, since they know neither settings nor database."""
+    app = APIRouter()
     policies = {
         (method, route.path_format): policy_of(route)  # raises for a route that states none
         for router in ROUTERS
@@ -224,7 +237,7 @@ def _include_routers(app: FastAPI) -> Policies:
         # Those that ask for no key answer while the database does not.
         guards = [Depends(authorise if _asks_for_keys(router) else public)]
         app.include_router(router, dependencies=[*guards, Depends(only_known_parameters)])
-    return policies
+    return app.routes, policies
 
 
 def _describe(app: FastAPI, policies: Policies) -> None:

@@ -30,7 +30,7 @@ from core.base.forks import Forked, become_module, fork_orphan
 from core.base.process import adopting_orphans, die_with_parent
 
 IMPORTS = (
-    *("api.server", "api.auth.keys"),
+    *("api.ready", "api.auth.keys"),
     *("worker.agent.agent", "worker.messages", "worker.upkeep.housekeeping", "worker.preflight.joining"),
     *("celery.bin.celery", "celery.apps.worker", "celery.worker.consumer", "celery.concurrency.thread"),
 )

@@ -31,7 +31,7 @@ from core.jobs.lifecycle.finish import Outcome, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.relay import EventBatch, relay
 from core.jobs.lifecycle.submit import Actor, cancel
 from core.storage.layout import Layout
-from tests.support import forks
+from tests.support import forks, migrated
 from tests.support.ports import held_port
 from tests.support.selection import EVERYTHING
 from tests.support.world import Caller, World, world
@@ -158,8 +158,11 @@ def running_api(
 ) -> Iterator[Api]:
     """`descriptors`: files and connections that the process may have open at most."""
     root = folder / "data"
-    database_url = database_url or f"sqlite:///{root / 'eft.db'}"
     root.mkdir(mode=0o700, exist_ok=True)
+    if not database_url:
+        database_url = f"sqlite:///{root / 'eft.db'}"
+        if migrate:
+            migrated.lay(root / "eft.db")
     database = Database(database_url)
     if migrate:
         upgrade(database)

@@ -35,7 +35,7 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
 from tests.support import forks as support_forks
-from tests.support import selftest
+from tests.support import migrated, selftest
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
 from worker.attempt.attempt import AttemptRunner
@@ -115,6 +115,7 @@ class Box:
         self.rings: list[str] = []
 
     def migrate(self) -> None:
+        migrated.lay(self.settings.root / "eft.db")
         migrate.upgrade(self.database)
         with self.database.write() as session:
             session.execute(insert(User).values(id=ADA.user_id, name="ada"))

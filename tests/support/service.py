@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.support import forks, selftest
+from tests.support import forks, migrated, selftest
 from worker import processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -59,6 +59,8 @@ class Service:
     def start(self) -> Service:
         key_file = self.folder / "key"
         selftest.lay(self.data, self.environment["EFT_NODE"], inherited=self.environment)
+        if not self.cold and "EFT_DATABASE_URL" not in self.environment:
+            migrated.lay(self.data / "eft.db")
         with (self.folder / "up.log").open("ab") as log:
             start = forks.start_cold if self.cold else forks.start
             arguments = ["--port", "0", "--key-file", str(key_file)]

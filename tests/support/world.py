@@ -38,6 +38,7 @@ from core.spec.axes.export import GGUF
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.spec.session.job import SessionSpec
+from tests.support import migrated
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHA = "5" * 64
@@ -91,6 +92,8 @@ class World:
             model_roots=(folder.parent,), data_roots=(folder.parent,), max_sessions=0, **settings,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
+        if not database_url:
+            migrated.lay(folder / "eft.db")
         self.app = create_app(self.settings)
         here = self.app.state.eft
         self.database, self.layout = here.database, here.layout
