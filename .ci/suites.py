@@ -39,15 +39,16 @@ LONGEST_FIRST = ["--dist", "loadfile", "--no-loadscope-reorder"]
 
 # Services mostly wait for one another, and storms and boxes for leases, so that four processes fit two cores.
 LONGEST = (
-    *("chaos/test_crash", "chaos/test_seeded", "e2e/test_docs", "service/test_up", "service/test_boxes"),
-    *("service/test_worker_agent", "e2e/test_gang", "e2e/test_failures", "service/test_life", "service/test_fuzz"),
-    *("service/test_worker_spare", "service/test_last_net", "service/test_webhooks", "service/test_worker_celery"),
+    *("chaos/test_crash", "chaos/test_seeded", "contract/tinker/test_cookbook", "e2e/test_docs", "e2e/test_demo"),
+    *("service/test_serving", "service/test_dashboard_browser", "e2e/test_gang", "service/test_boxes"),
+    *("service/test_up", "service/test_life", "service/test_last_net", "service/test_worker_celery", "e2e/test_smoke"),
+    *("service/test_worker_agent", "e2e/test_failures", "service/test_fuzz", "service/test_worker_spare"),
 )
 
 SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     # name: (minutes, folders and the files of them that go first, pytest options)
     "service": (
-        40,
+        25,
         [*(f"{name}.py" for name in LONGEST), "contract", "e2e", "chaos", "service"],
         ["-n", "4", *LONGEST_FIRST],
     ),
