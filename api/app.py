@@ -220,7 +220,7 @@ def make_ready() -> None:
 def _included() -> tuple[list[BaseRoute], Policies]:
     """All routes, those of the dashboard first, and the policies of the others. They are the same in every application
     of this process, since they know neither settings nor database."""
-    app = APIRouter()
+    app = FastAPI(openapi_url=None)  # it has no routes of its own
     policies = {
         (method, route.path_format): policy_of(route)  # raises for a route that states none
         for router in ROUTERS
