@@ -36,6 +36,7 @@ TABLES = (
     "artifacts",
     "models",
     "allocations",
+    "slot_guests",
     "sweeps",
     "sessions",
     "session_operations",
