@@ -70,7 +70,7 @@ def whole(rows: Tensor, weight: tuple[int, int]) -> bool:
     if not _active:
         return False
     few, many = min(*rows.shape, *weight), max(rows.numel(), weight[0] * weight[1])
-    return rows.dtype in NARROW and few >= SMALL and many <= LARGE
+    return rows.dtype in NARROW and rows.device.type == "cpu" and few >= SMALL and many <= LARGE
 
 
 def as_written() -> AbstractContextManager[None]:
