@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.train.kernels import float32, ops
-from core.train.kernels.autograd import Member, lora_linears
-from core.train.kernels.float32 import FEW, LARGE, SMALL, through_float32, whole
-from core.train.quant.int8 import quantize_int8
-from core.train.quant.nf4 import quantize_nf4
+from core.train.kernels import float32
+from core.train.kernels.float32 import FEW, LARGE, SMALL, through_float32
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="torch then has no such kernels")
 
@@ -114,47 +111,3 @@ def test_torchs_kernels_are_back_afterwards() -> None:
     after = computed(torch.bfloat16, masked=False)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert not all(torch.equal(one, other) for one, other in zip(before, inside, strict=True))
-
-
-def members_of(generator: torch.Generator, form: str) -> tuple[list[Member], list[Tensor]]:
-    """Packed layers over one input with LoRA, and their weights in bfloat16."""
-    members, weights = [], []
-    for out in (192, 64, 128):
-        values = (torch.randn(out, 128, generator=generator) / 12).bfloat16()
-        packed, scales = values, list[Tensor]()
-        if form != "dense":
-            quantised = (quantize_nf4 if form == "nf4" else quantize_int8)(values)
-            packed, scales = quantised.packed, list(quantised.scales)
-        bias = torch.randn(out, generator=generator) if out == 64 else None
-        a, b = (torch.randn(*shape, generator=generator) / 4 for shape in ((8, 128), (out, 8)))
-        members.append(Member(packed, scales, form, 64, bias, a.requires_grad_(), b.requires_grad_(), 0.5))  # type: ignore[arg-type]
-        weights.append(ops._dense(packed, scales, form, 64, (out, 128), values).clone())
-    return members, weights
-
-
-@pytest.mark.parametrize("form", ["nf4", "int8", "dense"])
-def test_products_of_one_input_copy_it_once_and_have_the_bits_of_single_ones(form: str) -> None:
-    generator = torch.Generator().manual_seed(7)
-    members, weights = members_of(generator, form)
-    x = torch.randn(80, 128, generator=generator).bfloat16().requires_grad_()
-    assert not whole(x, (192, 128))
-    with through_float32(True):
-        assert whole(x, (192, 128)) and not whole(x.float(), (192, 128)) and not whole(x[:9], (192, 128))
-        found = lora_linears(x, members)
-        alone = []
-        with torch.no_grad():
-            narrow = torch.split(x @ torch.cat([m.a.bfloat16() for m in members]).t(), 8, dim=1)
-            for m, weight, part in zip(members, weights, narrow, strict=True):
-                y = functional.linear(x, weight, None if m.bias is None else m.bias.bfloat16())
-                alone.append(y.addmm_(part, m.b.bfloat16().t(), alpha=m.scaling))
-        assert all(map(torch.equal, found, alone))
-        with torch.autocast("cpu", torch.bfloat16):
-            assert all(map(torch.equal, lora_linears(x, members), alone))
-        upstream = [torch.randn(y.shape, generator=generator).bfloat16() for y in found]
-        (ours,) = torch.autograd.grad(found, x, upstream, retain_graph=True)
-    sides = [(g.double() @ m.b.double() * m.scaling) @ m.a.double() for g, m in zip(upstream, members, strict=True)]
-    parts = [g.double() @ w.double() + side for g, w, side in zip(upstream, weights, sides, strict=True)]
-    right = torch.stack(parts).sum(0)
-    (theirs,) = torch.autograd.grad(lora_linears(x, members), x, upstream)
-    assert ours.dtype is torch.bfloat16
-    assert float((ours - right).norm()) <= 1.05 * float((theirs - right).norm()) < 2**-7 * float(right.norm())

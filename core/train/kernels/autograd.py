@@ -9,7 +9,6 @@ layer's last linear, a quarter of a Llama layer's forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from core.train.kernels import ops
-from core.train.kernels.float32 import as_written, whole
 from core.train.kernels.format import Format
 from core.train.kernels.interface import few_rows
 from core.train.kernels.saved import save_result
@@ -134,25 +132,16 @@ def _stacked(members: Sequence[Member], dtype: torch.dtype) -> Tensor:
 
 def _products(x: Tensor, members: Sequence[Member], xa: Tensor, training: bool = True) -> list[Tensor]:
     rows = x.reshape(-1, x.shape[-1])
-    through = training and all(whole(rows, (m.b.shape[0], m.a.shape[1])) for m in members)
-    wide = rows.float() if through else None  # once for all members
     outputs = []
     for m, part in zip(members, torch.split(xa, [m.a.shape[0] for m in members], dim=1), strict=True):
-        y = save_result(partial(_product, rows, m, part, wide)) if training else _product_of_few(rows, m, part)
+        y = save_result(partial(_product, rows, m, part)) if training else _product_of_few(rows, m, part)
         outputs.append(y.view(*x.shape[:-1], m.b.shape[0]))
     return outputs
 
 
-def _product(rows: Tensor, m: Member, xa: Tensor, wide: Tensor | None = None) -> Tensor:
-    """`wide`: the rows in float32, where the product goes through it; the bits are the same."""
-    about = (m.packed, m.scales, m.format, m.block, (m.b.shape[0], m.a.shape[1]), rows)
-    bias = None if m.bias is None else m.bias.to(rows.dtype)
-    if wide is None:
-        y = torch.nn.functional.linear(rows, ops._dense(*about), bias)
-    else:
-        weight = ops._dense_wide(*about)
-        with as_written():
-            y = torch.nn.functional.linear(wide, weight, None if bias is None else bias.float()).to(rows.dtype)
+def _product(rows: Tensor, m: Member, xa: Tensor) -> Tensor:
+    weight = ops._dense(m.packed, m.scales, m.format, m.block, (m.b.shape[0], m.a.shape[1]), rows)
+    y = torch.nn.functional.linear(rows, weight, None if m.bias is None else m.bias.to(rows.dtype))
     return y.addmm_(xa, m.b.to(rows.dtype).t(), alpha=m.scaling)
 
 
@@ -207,14 +196,6 @@ class _Products(torch.autograd.Function):
         narrow: list[Tensor | None] = []  # of each member's part of x·Aᵀ
         leaves: list[Tensor | None] = [None] * (4 * count)  # of each member's A, B, bias and dropped input
         parts = torch.split(xa, [each.shape[0] for each in a], dim=1)
-        # In float32 the gradient of x is summed up there, and rounded once.
-        shapes = [(each.shape[0], own.shape[1]) for each, own in zip(b, a, strict=True)]
-        given = [
-            (grad.reshape(-1, grad.shape[-1]), shape)
-            for grad, shape in zip(grads, shapes, strict=True)
-            if grad is not None
-        ]
-        through = all(whole(*each) for each in given)
         for i, (grad, part, (packed, scales, format, block, scaling)) in enumerate(
             zip(grads, parts, ctx.about, strict=True)
         ):
@@ -227,11 +208,8 @@ class _Products(torch.autograd.Function):
             if wanted[4 * i + 2]:
                 leaves[4 * i + 2] = rows.sum(0)
             if with_x:
-                dense = ops._dense_wide if through else ops._dense
-                weight = dense(packed, scales, format, block, shapes[i], grad)
-                one = rows.float() if through else rows
-                with as_written() if through else nullcontext():
-                    flat = one @ weight if flat is None else flat.addmm_(one, weight)
+                weight = ops._dense(packed, scales, format, block, (b[i].shape[0], a[i].shape[1]), grad)
+                flat = rows @ weight if flat is None else flat.addmm_(rows, weight)
         together = [i for i in range(count) if narrow[i] is not None and dropped[i] is None]
         if together:
             side = _beside([narrow[i] for i in together])
@@ -239,15 +217,14 @@ class _Products(torch.autograd.Function):
             for i, each in zip(together, grad_a, strict=True):
                 leaves[4 * i] = each.to(a[i].dtype)
             if flat is not None:
-                stacked = torch.cat([a[i].to(side.dtype) for i in together])
-                flat.addmm_(side.to(flat.dtype), stacked.to(flat.dtype))
+                flat.addmm_(side, torch.cat([a[i].to(side.dtype) for i in together]))
         for i, (side_i, own) in enumerate(zip(narrow, dropped, strict=True)):
             if side_i is None or own is None:
                 continue
             leaves[4 * i] = (side_i.t() @ own.reshape(-1, own.shape[-1])).to(a[i].dtype)
             if wanted[4 * i + 3]:
                 leaves[4 * i + 3] = (side_i @ a[i].to(side_i.dtype)).view(own.shape)
-        return None, None, None if flat is None else flat.to(xa.dtype).view(ctx.x_shape), *leaves
+        return None, None, None if flat is None else flat.view(ctx.x_shape), *leaves
 
 
 def _beside(parts: Sequence[Tensor | None]) -> Tensor:

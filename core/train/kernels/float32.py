@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ PART = 1 << 21
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
 _here: bool | None = None
-_active = 0
-"""`through_float32` within which this process is."""
 
 
 def quicker() -> bool:
@@ -52,30 +50,11 @@ def _cpu_info() -> str:
 @contextmanager
 def through_float32(wanted: bool) -> Iterator[None]:
     """Within, kernels of this process are the replaced ones, in every thread; nothing changes if not `wanted`."""
-    global _active
     if not wanted:
         yield
         return
     with replaced({name: make(torch_kernel(name, "CPU")) for name, make in REPLACED.items()}, "CPU"):
-        _active += 1
-        try:
-            yield
-        finally:
-            _active -= 1
-
-
-def whole(rows: Tensor, weight: tuple[int, int]) -> bool:
-    """Whether the product of rows [n, K or N] and a weight [N, K] goes through float32 here with a copy of each,
-    so that who has several products of an operand may copy it once."""
-    if not _active:
-        return False
-    few, many = min(*rows.shape, *weight), max(rows.numel(), weight[0] * weight[1])
-    return rows.dtype in NARROW and rows.device.type == "cpu" and few >= SMALL and many <= LARGE
-
-
-def as_written() -> AbstractContextManager[None]:
-    """Within, autocast does not narrow operands that are in float32."""
-    return torch.autocast("cpu", enabled=False)
+        yield
 
 
 @contextmanager

@@ -119,18 +119,6 @@ def dequantize_into(out: Tensor, packed: Tensor, scales: list[Tensor], format: F
     dequantize_with(backend, out, packed, scales, format, block)
 
 
-def dequantize_rounded_into(
-    out: Tensor, packed: Tensor, scales: list[Tensor], format: Format, block: int, narrow: torch.dtype
-) -> None:
-    """Fill the flat float32 `out` [n] with the values that `dequantize_into` gives in a narrow dtype."""
-    if narrow is torch.bfloat16 and backend_for(out.device) == "native":
-        native.dequantize_into(out, packed, scales, format, block, rounded=True)
-        return
-    values = torch.empty(out.shape, dtype=narrow, device=out.device)
-    dequantize_into(values, packed, scales, format, block)
-    out.copy_(values)
-
-
 def dequantize_with(
     backend: Backend, out: Tensor, packed: Tensor, scales: list[Tensor], format: Format, block: int
 ) -> None:

@@ -6,9 +6,6 @@
  */
 #include "native.h"
 
-/* What weights are dequantised to. */
-enum { TO_FLOAT32, TO_BF16, TO_ROUNDED /* float32 that is rounded to bfloat16 */ };
-
 /* --- NF4 ------------------------------------------------------------------------------------------ */
 
 static void nf4_elements_bf16(uint16_t *out, const uint8_t *packed, int64_t count, const float *table, float scale) {
@@ -40,34 +37,6 @@ static void nf4_block_bf16(uint16_t *out, const uint8_t *packed, int64_t count, 
     nf4_elements_bf16(out + done, packed + done / 2, count - done, table, scale);
 }
 
-#ifdef __AVX512F__
-/* As nf4_32_bf16, each value in the upper half of a float32. */
-static inline void nf4_32_rounded(float *out, const uint8_t *packed, __m512 table, __m512 scale) {
-    const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8)), upper = _mm512_set1_epi32((int)0xffff0000u);
-    __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)packed));
-    __m512 even = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
-    __m512 odd = _mm512_permutexvar_ps(bytes, table);
-    __m512i low = _mm512_and_si512(rounded(_mm512_mul_ps(even, scale)), upper);
-    __m512i high = _mm512_and_si512(rounded(_mm512_mul_ps(odd, scale)), upper);
-    _mm512_storeu_si512(out, _mm512_permutex2var_epi32(low, first, high));
-    _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi32(low, second, high));
-}
-#endif
-
-static void nf4_block_rounded(float *out, const uint8_t *packed, int64_t count, const float *table, float scale) {
-    int64_t done = 0;
-#ifdef __AVX512F__
-    __m512 values = _mm512_loadu_ps(table), scales = _mm512_set1_ps(scale);
-    for (; done + 32 <= count; done += 32)
-        nf4_32_rounded(out + done, packed + done / 2, values, scales);
-#endif
-    for (; done < count; done++) {
-        int code = done % 2 ? packed[done / 2] & 15 : packed[done / 2] >> 4;
-        out[done] = from_bf16(to_bf16(table[code] * scale));
-    }
-}
-
 static void nf4_block_f32(float *out, const uint8_t *packed, int64_t count, const float *table, float scale) {
     for (int64_t i = 0; i + 1 < count; i += 2) {
         out[i] = table[packed[i / 2] >> 4] * scale;
@@ -77,7 +46,7 @@ static void nf4_block_f32(float *out, const uint8_t *packed, int64_t count, cons
         out[count - 1] = table[packed[count / 2] >> 4] * scale;
 }
 
-void eft_nf4(void *out, int form, const uint8_t *packed, int64_t n, int64_t block, const float *table,
+void eft_nf4(void *out, int bf16, const uint8_t *packed, int64_t n, int64_t block, const float *table,
              const uint8_t *absmax8, const float *nested, const float *map, const float *offset, const float *absmax,
              int threads) {
     int64_t blocks = (n + block - 1) / block;
@@ -86,10 +55,8 @@ void eft_nf4(void *out, int form, const uint8_t *packed, int64_t n, int64_t bloc
     for (int64_t at = 0; at < blocks; at++) {
         int64_t start = at * block, count = n - start < block ? n - start : block;
         float scale = scale_of(at, absmax8, nested, map, shift, absmax);
-        if (form == TO_BF16)
+        if (bf16)
             nf4_block_bf16((uint16_t *)out + start, packed + start / 2, count, table, scale);
-        else if (form == TO_ROUNDED)
-            nf4_block_rounded((float *)out + start, packed + start / 2, count, table, scale);
         else
             nf4_block_f32((float *)out + start, packed + start / 2, count, table, scale);
     }
@@ -97,20 +64,16 @@ void eft_nf4(void *out, int form, const uint8_t *packed, int64_t n, int64_t bloc
 
 /* --- int8 ----------------------------------------------------------------------------------------- */
 
-void eft_int8(void *out, int form, const int8_t *packed, int64_t n, int64_t block, const float *absmax, int threads) {
+void eft_int8(void *out, int bf16, const int8_t *packed, int64_t n, int64_t block, const float *absmax, int threads) {
     int64_t blocks = (n + block - 1) / block;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t at = 0; at < blocks; at++) {
         int64_t start = at * block, end = start + block < n ? start + block : n;
         float step = absmax[at] * (float)(1.0 / 127.0);
-        if (form == TO_BF16) {
+        if (bf16) {
             uint16_t *to = (uint16_t *)out;
             for (int64_t i = start; i < end; i++)
                 to[i] = to_bf16((float)packed[i] * step);
-        } else if (form == TO_ROUNDED) {
-            float *to = (float *)out;
-            for (int64_t i = start; i < end; i++)
-                to[i] = from_bf16(to_bf16((float)packed[i] * step));
         } else {
             float *to = (float *)out;
             for (int64_t i = start; i < end; i++)

@@ -65,16 +65,13 @@ def serves(dtype: torch.dtype) -> bool:
 # --- what they compute -----------------------------------------------------------------------------
 
 
-def dequantize_into(
-    out: Tensor, packed: Tensor, scales: list[Tensor], format: str, block: int, *, rounded: bool = False
-) -> None:
-    """See `core.train.kernels.interface`; to bfloat16 or float32, the same as the portable backend to the bit.
-    `rounded`: float32 values that are rounded to bfloat16."""
+def dequantize_into(out: Tensor, packed: Tensor, scales: list[Tensor], format: str, block: int) -> None:
+    """See `core.train.kernels.interface`; to bfloat16 or float32, the same as the portable backend to the bit."""
     match format:
         case "nf4":
-            _nf4(_ready(), out, packed, scales, block, rounded)
+            _nf4(_ready(), out, packed, scales, block)
         case "int8":
-            _int8(_ready(), out, packed, scales, block, rounded)
+            _int8(_ready(), out, packed, scales, block)
         case _:
             raise ValueError(f"unknown format {format}")
 
@@ -262,30 +259,22 @@ def _adamw(
     )  # fmt: skip
 
 
-def _form(out: Tensor, rounded: bool) -> int:
-    return 1 if out.dtype == torch.bfloat16 else 2 if rounded else 0
-
-
-def _nf4(
-    kernels: ctypes.CDLL, out: Tensor, packed: Tensor, scales: list[Tensor], block: int, rounded: bool = False
-) -> None:
+def _nf4(kernels: ctypes.CDLL, out: Tensor, packed: Tensor, scales: list[Tensor], block: int) -> None:
     from core.train.quant.layout import nf4_map
 
     scales = [tensor.contiguous() for tensor in scales]
     absmax8, nested, table, offset = scales if len(scales) == 4 else [None] * 4
     kernels.eft_nf4(
-        _at(out), _form(out, rounded), _at(packed.contiguous()), ctypes.c_int64(out.numel()),
+        _at(out), int(out.dtype == torch.bfloat16), _at(packed.contiguous()), ctypes.c_int64(out.numel()),
         ctypes.c_int64(block), _at(nf4_map(out.device)), _at(absmax8), _at(nested), _at(table), _at(offset),
         _at(scales[0] if len(scales) == 1 else None), torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _int8(
-    kernels: ctypes.CDLL, out: Tensor, packed: Tensor, scales: list[Tensor], block: int, rounded: bool = False
-) -> None:
+def _int8(kernels: ctypes.CDLL, out: Tensor, packed: Tensor, scales: list[Tensor], block: int) -> None:
     absmax = scales[0].contiguous()
     kernels.eft_int8(
-        _at(out), _form(out, rounded), _at(packed.contiguous()), ctypes.c_int64(out.numel()),
+        _at(out), int(out.dtype == torch.bfloat16), _at(packed.contiguous()), ctypes.c_int64(out.numel()),
         ctypes.c_int64(block), _at(absmax), torch.get_num_threads(),
     )  # fmt: skip
 
@@ -388,15 +377,12 @@ def _try_out(kernels: ctypes.CDLL) -> None:
             ours, wanted = torch.empty(values.numel(), dtype=dtype), torch.empty(values.numel(), dtype=dtype)
             _nf4(kernels, ours, nf4.packed, nf4.scales, 64)
             dequantize_nf4_into(wanted, nf4.packed, nf4.scales, 64)
-            wide = torch.empty(values.numel())
-            _nf4(kernels, wide, nf4.packed, nf4.scales, 64, rounded=True)
-            if not torch.equal(ours, wanted) or (dtype == torch.bfloat16 and not torch.equal(wide, wanted.float())):
+            if not torch.equal(ours, wanted):
                 raise NativeUnavailable(f"their NF4 in {dtype} differs from torch's on this processor")
         int8 = quantize_int8(values)
         _int8(kernels, ours, int8.packed, int8.scales, 64)
         dequantize_int8_into(wanted, int8.packed, int8.scales, 64)
-        _int8(kernels, wide, int8.packed, int8.scales, 64, rounded=True)
-        if not torch.equal(ours, wanted) or (dtype == torch.bfloat16 and not torch.equal(wide, wanted.float())):
+        if not torch.equal(ours, wanted):
             raise NativeUnavailable(f"their int8 in {dtype} differs from torch's on this processor")
     _try_adamw(kernels, values)
     for dtype in DTYPES:

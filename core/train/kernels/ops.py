@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from core.train.kernels.format import Format
-from core.train.kernels.interface import dequantize_into, dequantize_rounded_into
+from core.train.kernels.interface import dequantize_into
 from core.train.kernels.scratch import scratch_for
 
 
@@ -35,20 +35,6 @@ def _dense(
 
     flat = scratch_for(packed.device).dense(packed, shape[0] * shape[1], like.dtype, fill)
     return flat.view(shape)
-
-
-def _dense_wide(
-    packed: Tensor, scales: Sequence[Tensor], format: str, block: int, shape: tuple[int, int], like: Tensor
-) -> Tensor:
-    """What `_dense` answers, to the bit, in float32."""
-    if format == "dense":
-        return packed.to(like.dtype).float()
-
-    def fill(out: Tensor) -> None:
-        dequantize_rounded_into(out, packed, list(scales), cast(Format, format), block, like.dtype)
-
-    n = shape[0] * shape[1]
-    return scratch_for(packed.device).dense(packed, n, torch.float32, fill, rounded=like.dtype).view(shape)
 
 
 # --- dequantise ------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Scratch:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self._entries: OrderedDict[tuple[int, torch.dtype, torch.dtype | None], _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
         self._free: list[Tensor] = []
         self.hits = 0
         self.misses = 0
@@ -39,17 +39,9 @@ class Scratch:
     def nbytes(self) -> int:
         return sum(e.buffer.nbytes for e in self._entries.values()) + sum(b.nbytes for b in self._free)
 
-    def dense(
-        self,
-        packed: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        fill: Callable[[Tensor], None],
-        rounded: torch.dtype | None = None,
-    ) -> Tensor:
-        """Flat [n] tensor that `fill` has filled for `packed`, with values of another dtype if `rounded`: valid until
-        the next call, and not to be written."""
-        key = (packed.data_ptr(), dtype, rounded)
+    def dense(self, packed: Tensor, n: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
+        """Flat [n] tensor that `fill` has filled for `packed`: valid until the next call, and not to be written."""
+        key = (packed.data_ptr(), dtype)
         trusted = not packed.is_inference() and not _capturing(packed)
         entry = self._entries.get(key)
         if entry is not None and trusted and entry.version == packed._version and entry.buffer.numel() == n:
