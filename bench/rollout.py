@@ -24,6 +24,7 @@ from bench import wheel
 from core.spec.axes.optimizer import AdamW
 from core.train.engine import Engine, build_engine
 from core.train.generation.generator import SlotGenerator
+from core.train.generation.products import few_rows
 from core.train.generation.sampling import SamplingParams, Stops
 from core.train.model.load import load_model, quiet
 
@@ -53,7 +54,7 @@ def prompts_of(rows: int, vocabulary: int) -> list[list[int]]:
 def in_slots(engine: Engine, prompts: list[list[int]], budgets: list[int], slots: int) -> list[int]:
     params = SamplingParams(max(budgets))
     keys = [[(row,)] for row in range(len(prompts))]
-    with engine.inference() as model:
+    with engine.inference() as model, few_rows(model, engine.device):
         generator = SlotGenerator(
             model,
             engine.policy.head(),
