@@ -32,7 +32,7 @@ from torch import Tensor
 
 from bench.qlora_children import APART, Apart, memory_in_child, memory_of, serve
 from bench.qlora_models import ROOT, SHAPES, folder_of, vocabulary_of
-from bench.qlora_peers import NAMES, Missing, Shape, Step, batches, build
+from bench.qlora_peers import NAMES, OURS, Missing, Shape, Step, batches, build
 from bench.report import compare, finish, show
 
 
@@ -128,26 +128,29 @@ def _compare(arguments: argparse.Namespace, folder: Path, shape: Shape, kind: st
         mib = f", memory {memory[name]['over_load']:.0f} MiB over {memory[name]['loaded']:.0f}" if memory else ""
         print(f"{name:<10} {rate:8.1f} tokens/s, first loss {losses[name]:.5f}{mib}")
     results: dict[str, dict[str, Any]] = {}
-    for name in names:
-        if name == "ours" or "ours" not in names:
-            continue
-        for what, series in (("step", wall), ("step, CPU time", cpu))[: 2 if shape.device.type == "cpu" else 1]:
-            low, high = _interval(series["ours"], series[name])
-            title = f"{label}: {what}, against {name}"
-            results[title] = compare(series["ours"], series[name]) | {"interval": [low, high], "hardware": _where(kind)}
-            show(title, results[title], "s")
-            print(f"{'':<52} interval {low:.3f} to {high:.3f}")
-        results[f"{label}: step, against {name}"] |= {
-            "first_loss_difference": abs(losses["ours"] - losses[name]),
-            "tokens_per_second": tokens / statistics.median(wall["ours"]),
-            "peer_tokens_per_second": tokens / statistics.median(wall[name]),
-        }
-        if memory:
-            ours, peer = memory["ours"]["over_load"], memory[name]["over_load"]
-            results[f"{label}: step, against {name}"] |= {"mib_over_load": ours, "peer_mib_over_load": peer}
-            title = f"{label}: peak memory over load, against {name}"
-            results[title] = compare([ours], [peer]) | {"hardware": _where(kind)}
-            show(title, results[title], "MiB")
+    for mine in [name for name in ("ours", "selective") if name in names]:
+        said = label if mine == "ours" else f"{label}, {mine}"
+        for name in names:
+            if name == mine or (mine != "ours" and name in OURS):
+                continue
+            for what, series in (("step", wall), ("step, CPU time", cpu))[: 2 if shape.device.type == "cpu" else 1]:
+                low, high = _interval(series[mine], series[name])
+                title = f"{said}: {what}, against {name}"
+                results[title] = compare(series[mine], series[name])
+                results[title] |= {"interval": [low, high], "hardware": _where(kind)}
+                show(title, results[title], "s")
+                print(f"{'':<52} interval {low:.3f} to {high:.3f}")
+            results[f"{said}: step, against {name}"] |= {
+                "first_loss_difference": abs(losses[mine] - losses[name]),
+                "tokens_per_second": tokens / statistics.median(wall[mine]),
+                "peer_tokens_per_second": tokens / statistics.median(wall[name]),
+            }
+            if memory:
+                ours, peer = memory[mine]["over_load"], memory[name]["over_load"]
+                results[f"{said}: step, against {name}"] |= {"mib_over_load": ours, "peer_mib_over_load": peer}
+                title = f"{said}: peak memory over load, against {name}"
+                results[title] = compare([ours], [peer]) | {"hardware": _where(kind)}
+                show(title, results[title], "MiB")
     finish(results)
 
 

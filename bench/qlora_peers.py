@@ -5,6 +5,7 @@ gradients clipped to a norm of 1, fused AdamW, products in bfloat16.
 
     ours         our engine: NF4 with double quantisation, float32 adapters under autocast, the chunked loss; on a CPU
                  norms and gated activations by the C kernels
+    selective    the same with `gradient_checkpointing: selective`, which keeps what is dear to make again
     apart        the same with norms and gated activations as transformers computes them
     compiled     the same with `training.compile`: blocks compiled by torch, which is not part of a step
     trl          bitsandbytes + PEFT + TRL's SFTTrainer as users run it: its own loss (chunked, with entropy and token
@@ -35,7 +36,8 @@ from torch import Tensor
 from bench.qlora_models import tokenizer_for
 from core.train.batch import IGNORE_INDEX, Batch
 
-NAMES = ("ours", "apart", "compiled", "trl", "tuned", "bare", "bnb", "lora", "unsloth")
+OURS = ("ours", "selective", "apart", "compiled")
+NAMES = (*OURS, "trl", "tuned", "bare", "bnb", "lora", "unsloth")
 CHECKPOINTING = {"use_reentrant": False}
 Step = Callable[[Tensor], Tensor]
 """One optimizer step on ids [rows, tokens]; answers the loss before it."""
@@ -67,7 +69,7 @@ def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> S
     """`batches`: all that will be asked for, in order (a trainer wants its data set beforehand)."""
     torch.manual_seed(0)
     match name:
-        case "ours" | "apart" | "compiled":
+        case _ if name in OURS:
             return _ours(folder, shape, name)
         case "trl" | "tuned":
             return _Trl(folder, shape, batches, tuned=name == "tuned")
@@ -89,6 +91,8 @@ def _ours(folder: Path, shape: Shape, name: str) -> Step:
     from core.train.kernels.fused.modules import fuse_parts
     from core.train.loss.head import OutputHead, head_of, hidden_states
     from core.train.loss.linear_cross_entropy import linear_cross_entropy
+    from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
+    from core.train.memory.checkpointing.policy import checkpoint_blocks
     from core.train.policy import PolicyModel
     from core.train.quant.adapters import fuse_adapters
     from core.train.quant.model import load_quantized
@@ -98,9 +102,11 @@ def _ours(folder: Path, shape: Shape, name: str) -> Step:
     base.to(shape.device)
     base.enable_input_require_grads()
     model = _adapt(base, shape, full=True)
-    if name == "ours":
+    if name in ("ours", "selective"):
         fuse_parts(model, shape.device)
     fuse_adapters(model)
+    if name == "selective":
+        checkpoint_blocks(model, CheckpointPolicy(selective=True))
     head = head_of(model)
     assert isinstance(head, OutputHead), head
     spec = AdamW(learning_rate=1e-4, weight_decay=0.0)

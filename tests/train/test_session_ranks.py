@@ -12,7 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED
+from core.spec.run.frames import receive
 from core.train.generation.sampling import SamplingParams
+from core.train.session import serve
 from core.train.session.ranks.crew import part_of, shares
 from core.train.session.sampling import Draw
 from tests.support import session
@@ -177,3 +179,25 @@ def test_a_whole_model_and_packed_weights_over_two_ranks(tiny_dir: Path, tmp_pat
     one, two = (load_file(tmp_path / f"session-{count}" / "saved" / "end" / "state.safetensors") for count in (1, 2))
     for name, values in two.items():
         assert_close(values, one[name], WEIGHTS)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_answer_that_nobody_has_written_down_is_in_no_snapshot(
+    recorded: bool, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker may die between a child's last answer and its record. The next one computes the operation again."""
+    monkeypatch.setattr(serve, "RECORD_SECONDS", 0.2)
+    given = session.order(tiny_dir, tmp_path / "session")
+    with SessionRanks(tmp_path / "run-1", given, 1) as child:
+        child.ask("create", model="m", method=LORA, seed=5)
+        child.snapshot()
+        child.send("forward_backward", examples(*ROWS), model="m")
+        first = receive(child.stream)
+        if recorded:
+            child.record()
+        assert child.park() == [EXIT_CHECKPOINTED]
+    with SessionRanks(tmp_path / "run-2", given, 1) as child:
+        assert child.position == (2 if recorded else 1)
+        if not recorded:
+            child.send("forward_backward", examples(*ROWS), model="m")
+            assert receive(child.stream) == first

@@ -6,6 +6,7 @@ from __future__ import annotations
 import select
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -50,6 +51,8 @@ from core.train.session.verbs import SessionVerbs
 
 LOOK_SECONDS = 0.2
 """How often a waiting child looks whether it was asked to leave."""
+RECORD_SECONDS = 5.0
+"""How long a child that leaves waits for its worker to write down what it has answered."""
 
 
 def serve(run_dir: Path, stream: socket.socket | None, stop: Stop, rank_env: RankEnv | None = None) -> int:
@@ -88,6 +91,9 @@ class _Resident:
     folder: Path
     position: int = 0
     """Position of the operation that was computed last."""
+    recorded: int = 0
+    """Position up to which the worker has written answers down. A snapshot beyond it would lose an answer: nobody would
+    compute its operation again."""
 
     def weights(self) -> dict[str, Tensor]:
         """What it trains, by model and name."""
@@ -155,11 +161,11 @@ class _SessionLoop:
         self._crew.one_position(position)
         for fault in faults:
             self._run.notice("snapshot", f"a snapshot was set aside: {fault}")
-        return _Resident(verbs, folder, position)
+        return _Resident(verbs, folder, position, position)
 
     def run(self, stream: socket.socket) -> None:
-        """Answer operations. StopRequested leaves snapshots behind; the end of the stream leaves none, since then
-        nobody is there to whom anything was promised."""
+        """Answer operations. StopRequested leaves snapshots behind, of sessions whose answers are all written down; the
+        end of the stream leaves none, since then nobody is there to whom anything was promised."""
         self._stream = stream
         self._run.phase("serving")
         self._tell({"ready": True, "position": self._own.position, "models": list(self._own.verbs.adapters)})
@@ -167,8 +173,12 @@ class _SessionLoop:
             while self._hear():
                 self._turn()
         except StopRequested:
-            for session_id in self._sessions:
-                self._snapshot(session_id)
+            self._await_records()
+            for session_id, one in self._sessions.items():
+                if one.position <= one.recorded:
+                    self._snapshot(session_id)
+                else:
+                    print(f"{session_id}: no snapshot, since the answer to {one.position} is not written down")
             self._crew.tell({"end": True})
             raise
         except (FrameError, ConnectionError) as error:
@@ -214,7 +224,26 @@ class _SessionLoop:
             if readable:
                 if (frame := receive(self._stream)) is None:
                     return False
-                self._waiting.setdefault(self._whose(frame), deque()).append(frame)
+                if not self._recorded(frame):
+                    self._waiting.setdefault(self._whose(frame), deque()).append(frame)
+
+    def _recorded(self, frame: Frame) -> bool:
+        """Whether this frame says that answers of a session are written down."""
+        if (position := frame.header.get("recorded")) is None:
+            return False
+        if (one := self._sessions.get(self._whose(frame))) is not None:
+            one.recorded = int(position)
+        return True
+
+    def _await_records(self) -> None:
+        """Wait a moment for the word that the last answers are written down. Whatever else comes is left undone."""
+        until = time.monotonic() + RECORD_SECONDS
+        with suppress(FrameError, ConnectionError):
+            while any(one.position > one.recorded for one in self._sessions.values()):
+                readable, _, _ = select.select([self._stream], [], [], max(0.0, until - time.monotonic()))
+                if not readable or (frame := receive(self._stream)) is None:
+                    return
+                self._recorded(frame)
 
     def _whose(self, frame: Frame) -> str:
         return str(frame.header.get("session", self._order.job_id))
@@ -306,7 +335,8 @@ class _SessionLoop:
             self._tell({"id": number} | self._join(session_id, Path(header["join"])))
             return
         if "leave" in header or "snapshot" in header:
-            position = self._snapshot(session_id)
+            one = self._sessions[session_id]
+            position = self._snapshot(session_id) if one.position <= one.recorded else one.recorded
             if "leave" in header:
                 self._sessions.pop(session_id).verbs.leave()
             self._tell({"id": number, "ok": True, "result": {"position": position}})

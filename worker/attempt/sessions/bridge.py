@@ -163,8 +163,9 @@ class SessionBridge:
         self._unsaved += 0 if reading else len(rows)
         if replayed:
             self._compare(first, answers[0])
-        else:
-            self._write(rows, answers)
+        elif not self._write(rows, answers):
+            return
+        self._line.tell({"session": self._token.job_id, "recorded": self._position})
         if self._worked > SNAPSHOT_SECONDS or self._unsaved >= SNAPSHOT_OPERATIONS:
             self._take_snapshot()
 
@@ -174,8 +175,9 @@ class SessionBridge:
         header |= {"session": self._token.job_id, "exact": self._exact, "op": row.operation}
         return Frame(header, tensors)
 
-    def _write(self, rows: Sequence[SessionOperation], answers: Sequence[Frame]) -> None:
-        """Write the answers down in one transaction, since all of their callers wait."""
+    def _write(self, rows: Sequence[SessionOperation], answers: Sequence[Frame]) -> bool:
+        """Write the answers down in one transaction, since all of their callers wait; False: another attempt has the
+        session."""
         sums: list[str | None] = []
         for row, answer in zip(rows, answers, strict=True):
             sums.append(hashlib.sha256(answer.body).hexdigest() if answer.body else None)
@@ -199,8 +201,9 @@ class SessionBridge:
         if not self._database.write(write):
             self._lose()
             self._ended.set()
-            return
+            return False
         bells.ring(self._bells, "api-*", f"{self._token.job_id}.{rows[-1].position}")
+        return True
 
     def _compare(self, row: SessionOperation, answer: Frame) -> None:
         sha256 = hashlib.sha256(answer.body).hexdigest() if answer.body else None

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from core.jobs.lifecycle.finish import Failed, Outcome, Requeued
 from core.spec.run.frames import Frame, FrameError, receive, send
@@ -50,6 +51,11 @@ class SessionLine:
             if self._fault is not None:
                 raise FrameError(f"the child did not answer: {self._fault}") from self._fault
             return [self._answers.pop(one) for one in numbers]
+
+    def tell(self, header: dict[str, Any]) -> None:
+        """Send what has no answer. Raises OSError where the child has gone."""
+        with self._sending:
+            send(self._stream, Frame(header))
 
     def shut(self) -> None:
         """End it for all who wait; safe to call from any thread."""
