@@ -28,15 +28,8 @@ LEAST = 1 << 15
 
 def reads_once(weight: Tensor, rows: int) -> bool:
     """Whether the kernel multiplies so many rows by this weight, [n, k], as it lies in memory."""
-    return (
-        rows <= ROWS
-        and weight.device.type == "cpu"
-        and weight.dtype in native.DTYPES
-        and weight.numel() >= LEAST
-        and weight.is_contiguous()
-        and backend_for(weight.device, "gemv") == "native"
-        and native.multiplies_few_rows(weight.shape[1])
-    )
+    here = rows <= ROWS and weight.numel() >= LEAST and backend_for(weight.device, "gemv") == "native"
+    return here and native.reads_once(weight)
 
 
 @contextmanager
@@ -46,10 +39,12 @@ def few_rows(model: nn.Module, device: torch.device) -> Iterator[None]:
     replaced: list[nn.Module] = []
     try:
         if backend_for(device, "gemv") == "native":
-            for module in list(model.modules()):
+            for module in model.modules():
                 if type(module) in (nn.Linear, LoraLinear) and "forward" not in module.__dict__:
-                    module.__dict__["forward"] = _Quick(module)
-                    replaced.append(module)
+                    quick = _Quick(module)
+                    if quick.plain():
+                        module.__dict__["forward"] = quick
+                        replaced.append(module)
         yield
     finally:
         for module in replaced:
@@ -69,7 +64,7 @@ class _Quick:
         weight, autocast = self._linear.weight, torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
         rows = x.numel() // x.shape[-1]
-        if args or kwargs or weight.dtype is not dtype or not reads_once(weight, rows) or not self._plain():
+        if args or kwargs or weight.dtype is not dtype or not reads_once(weight, rows):
             return type(self._module).forward(self._module, x, *args, **kwargs)  # type: ignore[no-any-return]
         key = dtype if autocast else None
         if key not in self._adapters:
@@ -81,7 +76,7 @@ class _Quick:
         )
         return out.to(dtype).view(*x.shape[:-1], -1)
 
-    def _plain(self) -> bool:
+    def plain(self) -> bool:
         """Whether the layer computes its own product and at most one adapter's, and nothing else."""
         module, linear = self._module, self._linear
         if module is linear:

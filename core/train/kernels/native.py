@@ -129,6 +129,12 @@ def multiplies_few_rows(width: int, block: int = LANES) -> bool:
     return width % block == 0 and block % LANES == 0
 
 
+def reads_once(weight: Tensor) -> bool:
+    """Whether `wide_product` takes this weight [n, k] as it lies in memory."""
+    here = weight.device.type == "cpu" and weight.dtype in DTYPES and weight.is_contiguous()
+    return here and multiplies_few_rows(weight.shape[1])
+
+
 def few_rows(x: Tensor, packed: Tensor, scales: list[Tensor], format: str, block: int, n: int) -> Tensor:
     """x [m, k] of one of DTYPES, m at most FEW_ROWS, times a packed weight [n, k]; float32. The weight is rounded to
     the dtype of x first, as a dense copy is."""

@@ -251,12 +251,6 @@ READ_ONCE = 128
 """Rows up to which a product by the C kernel is quicker than widening a part of the head for each."""
 
 
-def reads_once(weight: Tensor) -> bool:
-    """Whether the C kernel multiplies by this weight [n, k] of 16 bits as it is, without a copy in float32."""
-    here = weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and weight.is_contiguous()
-    return here and native.multiplies_few_rows(weight.shape[1])
-
-
 def wide_product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
     """out [c, n] = left [c, k] · right [k, n], summed and stored in the dtype of `out`: float32 for operands in 16
     bits. Where no operator does that, `right`, a head's weight or its transpose, is widened a part at a time."""
@@ -266,7 +260,8 @@ def wide_product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
     if _mm_widens(left.device, left.dtype):
         torch.mm(left, right, out_dtype=out.dtype, out=out)
         return
-    if len(left) <= READ_ONCE and reads_once(right.t()) and out.is_contiguous():
+    bf16 = right.dtype is torch.bfloat16
+    if bf16 and len(left) <= READ_ONCE and native.reads_once(right.t()) and out.is_contiguous():
         native.wide_product(left, right.t(), out)
         return
     inner, columns = right.shape
