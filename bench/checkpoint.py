@@ -109,7 +109,7 @@ def measure(asked: argparse.Namespace, model: Path, memory: Path, disk: Path) ->
     order = RunOrder.model_validate_json((folder / ORDER_FILE).read_bytes())
     with Run(order, folder, NullEventWriter()) as run:
         compute = prepare_compute(run)
-        with through_float32(compute.products_in_float32):
+        with through_float32(compute.products):
             return Contest(run, compute, memory, disk).hold(asked.saves, asked.seconds)
 
 

@@ -26,9 +26,12 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.report import finish, hardware
+
+if TYPE_CHECKING:
+    from core.train.kernels.float32 import Route
 
 MIB = 1 << 20
 STEPS = 2
@@ -130,7 +133,7 @@ def measure(work: Path, combination: Combination, device_name: str, account: boo
     device = torch.device(device_name)
     from core.train.kernels.float32 import through_float32
 
-    with through_float32(_wide(combination, device)):  # as a run does
+    with through_float32(_route(combination, device)):  # as a run does
         return _measured(work, combination, device, account)
 
 
@@ -149,13 +152,13 @@ def _measured(work: Path, combination: Combination, device: Any, account: bool) 
     return found | {"peak": max(high.values()), **high}
 
 
-def _wide(combination: Combination, device: Any) -> bool:
+def _route(combination: Combination, device: Any) -> Route:
     from core.spec.settled import method_of
-    from core.train.model.compute import products_in_float32
+    from core.train.model.compute import route_of_products
     from core.train.model.placement import place
 
     spec = _spec(combination, device)
-    return products_in_float32(spec, place(spec.resources, spec.training, method_of(spec)))
+    return route_of_products(spec, place(spec.resources, spec.training, method_of(spec)))
 
 
 def _spec(combination: Combination, device: Any) -> Any:

@@ -87,7 +87,7 @@ def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> S
 def _ours(folder: Path, shape: Shape, name: str) -> Step:
     from core.spec.axes.optimizer import AdamW
     from core.train.engine import build_engine
-    from core.train.kernels.float32 import quicker, through_float32
+    from core.train.kernels.float32 import Route, quickest, through_float32
     from core.train.kernels.fused.modules import fuse_parts
     from core.train.loss.head import OutputHead, head_of, hidden_states
     from core.train.loss.linear_cross_entropy import linear_cross_entropy
@@ -111,7 +111,7 @@ def _ours(folder: Path, shape: Shape, name: str) -> Step:
     assert isinstance(head, OutputHead), head
     spec = AdamW(learning_rate=1e-4, weight_decay=0.0)
     engine = build_engine(model, spec, device=shape.device, autocast=torch.bfloat16)
-    wide = shape.device.type == "cpu" and quicker()
+    route = quickest() if shape.device.type == "cpu" else Route.NOTHING
     if name == "compiled":
         _compile(engine, several_rows=shape.rows > 1)
 
@@ -126,7 +126,7 @@ def _ours(folder: Path, shape: Shape, name: str) -> Step:
         labels = ids.clone()
         labels[:, 0] = IGNORE_INDEX
         batch = Batch(ids, labels, (tokens,) * rows, rows * (tokens - 1))
-        with through_float32(wide):  # as a run does, and taken back for the peers of this process
+        with through_float32(route):  # as a run does, and taken back for the peers of this process
             mean = engine.forward(batch, loss_of, {"label_tokens": batch.label_tokens}).total
             engine.backward(mean)
             engine.step()

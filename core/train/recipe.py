@@ -95,7 +95,7 @@ def train(run: Run) -> None:
     """Load, adapt, train, evaluate and save, in this order for every stage and every method."""
     run.phase("loading")
     compute = prepare_compute(run)
-    with through_float32(compute.products_in_float32):
+    with through_float32(compute.products):
         _train(run, compute)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.train.kernels import float32
-from core.train.kernels.float32 import FEW, LARGE, SMALL, through_float32
+from core.train.kernels.float32 import FEW, LARGE, SHORT, SMALL, TINY, Route, through_float32
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="torch then has no such kernels")
 
@@ -58,9 +58,10 @@ def computed(dtype: torch.dtype, masked: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_results_are_as_near_to_the_exact_ones_as_torchs(masked: bool) -> None:
+@pytest.mark.parametrize("route", [Route.EVERYTHING, Route.SMALL])
+def test_results_are_as_near_to_the_exact_ones_as_torchs(route: Route, masked: bool) -> None:
     exact, theirs = computed(torch.float64, masked), computed(torch.bfloat16, masked)
-    with through_float32(True):
+    with through_float32(route):
         ours = computed(torch.bfloat16, masked)
     for here, there, right in zip(ours, theirs, exact, strict=True):
         scale = right.abs().max()
@@ -72,7 +73,7 @@ def test_kernels_of_other_dtypes_and_sizes_are_torchs_own_to_the_bit() -> None:
     wide = torch.randn(100, 100, generator=generator)
     narrow = torch.randn(FEW // SMALL + 100, SMALL - 1, generator=generator).bfloat16()
     there = wide @ wide, narrow.t() @ narrow, *computed(torch.float32, masked=True)
-    with through_float32(True):
+    with through_float32(Route.EVERYTHING):
         here = wide @ wide, narrow.t() @ narrow, *computed(torch.float32, masked=True)
     assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
     large = torch.empty(1, dtype=torch.bfloat16).expand(LARGE // SMALL + 1, SMALL)
@@ -90,7 +91,7 @@ def test_a_large_second_operand_is_widened_in_parts(monkeypatch: pytest.MonkeyPa
     logits = torch.full((70, 333), torch.nan, dtype=torch.bfloat16)
     added = torch.randn(70, 64, generator=generator).bfloat16()
     fresh, summed = torch.full_like(added, torch.nan), added.clone()
-    with through_float32(True):
+    with through_float32(Route.EVERYTHING):
         torch.mm(rows, head.t(), out=logits)
         returned = rows @ head.t()
         fresh.addmm_(logits, head, beta=0, alpha=0.25)
@@ -103,9 +104,49 @@ def test_a_large_second_operand_is_widened_in_parts(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(here.double(), right, rtol=2**-8, atol=2**-8 * float(right.abs().mean()))
 
 
+def test_gradients_alone_of_short_rows_are_computed_otherwise() -> None:
+    def attention(tokens: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(9)
+        drawn = [torch.randn(1, 2, tokens, 64, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+        result = functional.scaled_dot_product_attention(drawn[0], drawn[1], drawn[2], is_causal=True)
+        return [result.detach(), *torch.autograd.grad(result.float().square().sum(), drawn)]
+
+    short, long = SHORT // 64, SHORT // 64 + 1
+    before = {tokens: attention(tokens) for tokens in (short, long)}
+    with through_float32(Route.GRADIENTS):
+        within = {tokens: attention(tokens) for tokens in (short, long)}
+    assert torch.equal(before[short][0], within[short][0])
+    assert not any(torch.equal(one, other) for one, other in zip(before[short][1:], within[short][1:], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(before[long], within[long], strict=True))
+
+
+def test_small_products_alone_are_computed_otherwise() -> None:
+    generator = torch.Generator().manual_seed(11)
+    one, other = torch.randn(TINY // 64, 64, generator=generator).bfloat16(), torch.randn(64, 64).bfloat16()
+    there = [torch.mm(one, other), torch.mm(torch.cat([one, one[:1]]), other), torch.mm(one[:64], one[:65].t())]
+    used: list[str] = []
+
+    def seen(name: str, make: Any) -> Any:
+        def with_note(kernel: Any, **more: Any) -> Any:
+            def noted(*args: Any, **options: Any) -> Any:
+                used.append(f"{name} of {args[0].dtype}")
+                return kernel(*args, **options)
+
+            return make(noted, **more)
+
+        return with_note
+
+    table = {name: seen(name, make) for name, make in float32.REPLACED[Route.SMALL].items()}
+    with float32.replaced({name: make(float32.torch_kernel(name, "CPU")) for name, make in table.items()}, "CPU"):
+        here = [torch.mm(one, other), torch.mm(torch.cat([one, one[:1]]), other), torch.mm(one[:64], one[:65].t())]
+    assert used == ["mm of torch.float32", "mm of torch.bfloat16", "mm of torch.float32"]
+    for mine, theirs in zip(here, there, strict=True):
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=2**-7, atol=2**-7)
+
+
 def test_torchs_kernels_are_back_afterwards() -> None:
     before = computed(torch.bfloat16, masked=False)
-    with pytest.raises(ZeroDivisionError), through_float32(True):
+    with pytest.raises(ZeroDivisionError), through_float32(Route.EVERYTHING):
         inside = computed(torch.bfloat16, masked=False)
         raise ZeroDivisionError
     after = computed(torch.bfloat16, masked=False)

@@ -4,7 +4,7 @@ The axes and the refusals are those of the compatibility table (core/plan/rules)
 allows is trained for two optimizer steps, stopped inside the second and resumed; its weights must be those of a run
 that nobody stopped, and what it hands back must read back, merged where it can be.
 
-A few cells are run by two ranks as well.
+A few cells are run by two ranks as well, and a few with compiled blocks.
 
 `python -m tests.support.matrix --write` runs a covering choice of cells and writes the report, `--all` all of them.
 Each cell that is done is a line of a journal: a run that was stopped (`--seconds`, Ctrl-C) goes on behind it.
@@ -121,11 +121,13 @@ class Cell:
     batching: str
     memory: str
     ranks: int = 1
+    compiled: bool = False
 
     @property
     def values(self) -> tuple[str, ...]:
         several = (f"{self.ranks} ranks",) if self.ranks > 1 else ()
-        return (self.stage, self.method, self.base, self.family, self.batching, self.memory, *several)
+        blocks = ("compiled",) if self.compiled else ()
+        return (self.stage, self.method, self.base, self.family, self.batching, self.memory, *several, *blocks)
 
     @property
     def optimizer(self) -> str:
@@ -157,6 +159,7 @@ class Cell:
                 "gradient_accumulation_steps": 2,
                 "max_length": 48,
                 "precision": "bf16",
+                "compile": self.compiled,
             }
             | ({} if self.stage == "cpt" else {"truncation": "cut_right"}),
         }
@@ -173,7 +176,7 @@ _BASE = values_of(JobSpec.model_validate({"model": "a/b", "data": {"train": "/ro
 
 VARIED = (
     *("stage", "method", "quantization", "optimizer", "batching", "checkpointing", "activation offloading", "stream"),
-    *("offload optimizer", "train rows", "ranks"),
+    *("offload optimizer", "train rows", "ranks", "compile"),
 )
 """Axes of the table that cells differ in."""
 _LIVE = [
@@ -188,7 +191,8 @@ def refusals(cell: Cell) -> list[str]:
     """Codes of the rules that refuse the cell; none: it is allowed."""
     method = METHODS[cell.method]["type"]
     by_rules = _by_rules(
-        cell.stage, method, cell.base, cell.optimizer, cell.batching, cell.memory, cell.rows, cell.ranks
+        *(cell.stage, method, cell.base, cell.optimizer, cell.batching, cell.memory, cell.rows),
+        *(cell.ranks, cell.compiled),
     )
     rounding = _rounding(cell.stage, cell.method, cell.memory) if cell.base == "qat" else ()
     return [*by_rules, *rounding]
@@ -196,7 +200,15 @@ def refusals(cell: Cell) -> list[str]:
 
 @cache
 def _by_rules(
-    stage: str, method: str, base: str, optimizer: str, batching: str, memory: str, rows: str, ranks: int
+    stage: str,
+    method: str,
+    base: str,
+    optimizer: str,
+    batching: str,
+    memory: str,
+    rows: str,
+    ranks: int,
+    compiled: bool,
 ) -> tuple[str, ...]:
     """Codes of the rules of the table; many cells are one to them."""
     held = MEMORY[memory]
@@ -213,6 +225,7 @@ def _by_rules(
         "offload optimizer": held.get("offload_optimizer", _BASE["offload optimizer"]),
         "train rows": rows,
         "ranks": "one" if ranks == 1 else "several",
+        "compile": "yes" if compiled else "no",
     }
     return tuple(code for code, asked in _LIVE if all(values[axis] in among for axis, among in asked))
 
@@ -240,7 +253,17 @@ def chosen() -> list[Cell]:
 def gangs() -> list[Cell]:
     """Cells of two ranks in which each value occurs that two ranks may have; none of rollouts, which have one rank."""
     rows = [replace(cell, ranks=RANKS) for cell in chosen() if cell.stage not in ROLLOUTS]
-    rows = [cell for cell in rows if not refusals(cell)]
+    return _covering_values([cell for cell in rows if not refusals(cell)])
+
+
+@cache
+def compiled() -> list[Cell]:
+    """Cells with compiled blocks in which each value occurs that may be compiled."""
+    rows = [replace(cell, compiled=True) for cell in chosen()]
+    return _covering_values([cell for cell in rows if not refusals(cell)])
+
+
+def _covering_values(rows: Sequence[Cell]) -> list[Cell]:
     missing, found = {value for cell in rows for value in cell.values}, list[Cell]()
     while missing:
         found.append(max(rows, key=lambda cell: len(missing & set(cell.values))))
@@ -283,6 +306,9 @@ def try_cell(cell: Cell, model: Path, folder: Path, cache: Path) -> None:
     assert _handed_back(second) == _handed_back(calm), "other weights after a resume"
     losses = [event["values"]["loss"] for event in events(calm, "metrics")]
     assert len(losses) == 2 and all(abs(loss) < 1e4 for loss in losses), losses
+    if cell.compiled:
+        for record in (events(of, "run_record")[0]["record"]["compile"] for of in (calm, second)):
+            assert record["compiled"] == record["blocks"] and not record["eager"], record
     for outcome in events(second, "result")[0]["result"].get("export", ()):
         assert outcome["released"], outcome
 
@@ -378,7 +404,7 @@ def main() -> None:
     from tests.support import models
 
     began, journal = time.monotonic(), Journal(arguments.journal)
-    wanted = in_order() if arguments.all else chosen()
+    wanted = [*compiled(), *(in_order() if arguments.all else chosen())]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if left := [cell for cell in gangs() if cell.values not in journal.outcomes]:
@@ -414,8 +440,9 @@ def report(outcomes: Mapping[tuple[str, ...], Outcome]) -> str:
     every = list(cells())
     reasons = Counter(code for cell in every for code in refusals(cell)[:1])
     open_cells = len(every) - sum(reasons.values())
-    run = [cell for cell in [*in_order(), *gangs()] if cell.values in outcomes]
-    alone = [cell for cell in run if cell.ranks == 1]
+    run = [cell for cell in [*in_order(), *gangs(), *compiled()] if cell.values in outcomes]
+    alone = [cell for cell in run if cell.ranks == 1 and not cell.compiled]
+    several = [cell for cell in run if cell.ranks > 1]
     missing = sum(cell.values not in outcomes for cell in chosen())
     faults = {cell: fault for cell in run if (fault := outcomes[cell.values].fault) is not None}
     seconds = sum(outcomes[cell.values].seconds for cell in run)
@@ -426,8 +453,8 @@ def report(outcomes: Mapping[tuple[str, ...], Outcome]) -> str:
         f"optimizers, {len(BATCHING)} batchings, {len(MEMORY)} memories",
         f"cells {len(every)}, allowed {open_cells}, refused {sum(reasons.values())}",
         *(f"  refused by {code}: {count}" for code, count in reasons.most_common()),
-        f"run {len(run)}, of these {len(run) - len(alone)} with two ranks; wrong {len(faults)}; {seconds:.0f} "
-        "CPU seconds",
+        f"run {len(run)}, of these {len(several)} with two ranks and {len(run) - len(alone) - len(several)} with "
+        f"compiled blocks; wrong {len(faults)}; {seconds:.0f} CPU seconds",
         f"of the choice in which every allowed pair of values occurs, {missing} are left to run",
         f"a cell takes {mean:.1f} CPU seconds, all allowed ones {mean * open_cells / 3600:.0f} CPU hours",
         "",

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import REFERENCE
-from core.train.kernels.float32 import quicker
+from core.train.kernels.float32 import quickest
 from tests.support.preferences import judged, preferences
 from tests.support.rewards import margins, solutions
 from tests.support.trainer import PLAIN, events, pairs, run, weights, write_rows, write_run
@@ -161,7 +161,7 @@ def test_leaving_at_every_micro_step_changes_no_bit(tmp_path: Path, tiny_dir: Pa
     left = [event["micro_step"] for folder in attempts for event in events(folder, "checkpoint")]
     assert {0, 1} <= set(left), left
     products = events(calm, "run_record")[0]["record"]["precision"]["products"]
-    assert products == ("through float32" if quicker() else "direct")
+    assert products == quickest()
     phases = [[event["phase"] for event in events(folder, "phase")] for folder in attempts]
     assert ["reference" in told for told in phases] == [case.reference] + [False] * (len(attempts) - 1)
     if case.reference:

@@ -1,9 +1,11 @@
 """Products and attention of 16-bit operands through float32, on processors where that is quicker.
 
 A CPU with AVX512-BF16 and without AMX multiplies bfloat16 no faster than float32, and oneDNN and PyTorch's attention
-lose time around it (docs/kernels.md has figures). Here torch's own kernels of bfloat16 and float16 are replaced, for as
-long as a run lasts, by its kernels of float32 between two conversions. Operands and results have the dtypes that they
-had, and are rounded where they were; sums are added up in float32 by both. What autograd keeps stays in 16 bits.
+lose time around it. With AMX only two things are slower in bfloat16: the gradients of attention over short rows, which
+PyTorch computes by many small products, and small products themselves (docs/kernels.md has figures). Here torch's own
+kernels of bfloat16 and float16 are replaced, for as long as a run lasts, by its kernels of float32 between two
+conversions. Operands and results have the dtypes that they had, and are rounded where they were; sums are added up in
+float32 by both. What autograd keeps stays in 16 bits.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +31,30 @@ LARGE = 1 << 24
 """Numbers of an operand above which it is not copied whole: its copy in float32 would take more than 64 MiB."""
 PART = 1 << 21
 """Numbers of a larger second operand, an output head, that are copied at once: 8 MiB, which a cache holds."""
+SHORT = 192 * 64
+"""Numbers of a row's queries, in one head, whose gradients a processor with AMX computes through float32, at most."""
+TINY = 1 << 15
+"""Numbers of either operand and of the result that a processor with AMX multiplies through float32, at most."""
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
-_here: bool | None = None
+
+class Route(StrEnum):
+    """What is computed through float32; the values are words of the run record."""
+
+    NOTHING = "direct"
+    GRADIENTS = "direct, but gradients of attention over short rows through float32"
+    SMALL = "direct, but small products and gradients of attention over short rows through float32"
+    EVERYTHING = "through float32"
 
 
-def quicker() -> bool:
-    """Whether this processor is one of those. AMD's with AVX512-BF16 have not been measured, and are left alone."""
-    global _here
-    if _here is None:
-        amd = "AuthenticAMD" in _cpu_info()
-        fast = torch.cpu._is_amx_tile_supported() or (amd and torch.cpu._is_avx512_bf16_supported())
-        _here = torch.cpu._is_avx512_supported() and not fast
-    return _here
+@cache
+def quickest() -> Route:
+    """The route for this processor. AMD's with AVX512-BF16 have not been measured, and are left alone."""
+    if torch.cpu._is_amx_tile_supported():
+        return Route.SMALL
+    amd = "AuthenticAMD" in _cpu_info()
+    slow = torch.cpu._is_avx512_supported() and not (amd and torch.cpu._is_avx512_bf16_supported())
+    return Route.EVERYTHING if slow else Route.NOTHING
 
 
 def _cpu_info() -> str:
@@ -48,12 +63,12 @@ def _cpu_info() -> str:
 
 
 @contextmanager
-def through_float32(wanted: bool) -> Iterator[None]:
-    """Within, kernels of this process are the replaced ones, in every thread; nothing changes if not `wanted`."""
-    if not wanted:
+def through_float32(route: Route) -> Iterator[None]:
+    """Within, kernels of this process are the replaced ones, in every thread."""
+    if not (kernels := REPLACED[route]):
         yield
         return
-    with replaced({name: make(torch_kernel(name, "CPU")) for name, make in REPLACED.items()}, "CPU"):
+    with replaced({name: make(torch_kernel(name, "CPU")) for name, make in kernels.items()}, "CPU"):
         yield
 
 
@@ -79,11 +94,21 @@ def torch_kernel(name: str, key: str) -> Callable[..., Any]:
     return lambda *args, **more: kernel.call_boxed(keys, *args, **more)
 
 
+Worth = Callable[[Tensor, Tensor], bool]
+"""Whether a product of these two is computed through float32."""
+
+
 def _worth_it(one: Tensor, other: Tensor) -> bool:
     if one.dtype not in NARROW or one.dtype is not other.dtype:
         return False
     few = max(one.numel(), other.numel()) <= FEW
     return few or (one.numel() <= LARGE and min(*one.shape, other.shape[1]) >= SMALL)
+
+
+def _tiny(one: Tensor, other: Tensor) -> bool:
+    if one.dtype not in NARROW or one.dtype is not other.dtype:
+        return False
+    return max(one.numel(), other.numel(), len(one) * other.shape[1]) <= TINY
 
 
 def _products(kernel: Callable[..., Any], one: Tensor, other: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -105,9 +130,9 @@ def _products(kernel: Callable[..., Any], one: Tensor, other: Tensor) -> Iterato
         yield slice(None), total
 
 
-def _mm(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _mm(kernel: Callable[..., Any], worth_it: Worth = _worth_it) -> Callable[..., Any]:
     def mm(one: Tensor, other: Tensor) -> Any:
-        if not _worth_it(one, other):
+        if not worth_it(one, other):
             return kernel(one, other)
         if other.numel() <= LARGE:
             return kernel(one.float(), other.float()).to(one.dtype)
@@ -119,12 +144,12 @@ def _mm(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return mm
 
 
-def _mm_out(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _mm_out(kernel: Callable[..., Any], worth_it: Worth = _worth_it) -> Callable[..., Any]:
     product_of = torch_kernel("mm", "CPU")
 
     def mm_out(one: Tensor, other: Tensor, *, out: Tensor) -> Any:
         fits = out.dtype is one.dtype and out.shape == (len(one), other.shape[1])
-        if not fits or not _worth_it(one, other):
+        if not fits or not worth_it(one, other):
             return kernel(one, other, out=out)
         for at, product in _products(product_of, one, other):
             out[:, at] = product
@@ -133,20 +158,20 @@ def _mm_out(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return mm_out
 
 
-def _addmm(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _addmm(kernel: Callable[..., Any], worth_it: Worth = _worth_it) -> Callable[..., Any]:
     def addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-        if not _worth_it(one, other) or other.numel() > LARGE:
+        if not worth_it(one, other) or other.numel() > LARGE:
             return kernel(bias, one, other, beta=beta, alpha=alpha)
         return kernel(bias.float(), one.float(), other.float(), beta=beta, alpha=alpha).to(one.dtype)
 
     return addmm
 
 
-def _addmm_(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _addmm_(kernel: Callable[..., Any], worth_it: Worth = _worth_it) -> Callable[..., Any]:
     product_of = torch_kernel("mm", "CPU")
 
     def addmm_(into: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-        if into.dtype is not one.dtype or not _worth_it(one, other):
+        if into.dtype is not one.dtype or not worth_it(one, other):
             return kernel(into, one, other, beta=beta, alpha=alpha)
         if other.numel() <= LARGE:
             return into.copy_(kernel(into.float(), one.float(), other.float(), beta=beta, alpha=alpha))
@@ -183,15 +208,31 @@ def _backward(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return gradients
 
 
+def _short_backward(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    through = _backward(kernel)
+
+    def gradients(gradient: Tensor, query: Tensor, *args: Any, **more: Any) -> Any:
+        short = query.size(-2) * query.size(-1) <= SHORT
+        return (through if short else kernel)(gradient, query, *args, **more)
+
+    return gradients
+
+
 def _float(mask: Any) -> Any:
     return mask.float() if isinstance(mask, Tensor) and mask.dtype in NARROW else mask
 
 
-REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+PRODUCTS: dict[str, Callable[..., Callable[..., Any]]] = {
     "mm": _mm,
     "mm.out": _mm_out,
     "addmm": _addmm,
     "addmm_": _addmm_,
-    FORWARD: _forward,
-    f"{FORWARD}_backward": _backward,
 }
+SHORT_ATTENTION = {f"{FORWARD}_backward": _short_backward}
+REPLACED: dict[Route, Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    Route.NOTHING: {},
+    Route.GRADIENTS: SHORT_ATTENTION,
+    Route.SMALL: {**{name: partial(make, worth_it=_tiny) for name, make in PRODUCTS.items()}, **SHORT_ATTENTION},
+    Route.EVERYTHING: PRODUCTS | {FORWARD: _forward, f"{FORWARD}_backward": _backward},
+}
+"""Names of torch's operators, and what makes a kernel of them from torch's own."""

@@ -13,7 +13,7 @@ from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.job import JobSpec
 from core.spec.run.orders import RunOrder
 from core.spec.settled import method_of
-from core.train.kernels.float32 import quicker
+from core.train.kernels.float32 import Route, quickest
 from core.train.model.load import quiet
 from core.train.model.placement import Placement, place
 from core.train.model.record import Environment
@@ -34,8 +34,8 @@ class Compute:
     scaler: LossScaler | None
     """Scales the loss where products are made in fp16."""
     environment: Environment
-    products_in_float32: bool
-    """Products and attention of a 16-bit run are computed through float32 (core/train/kernels/float32.py)."""
+    products: Route
+    """What of a 16-bit run is computed through float32."""
     _about: dict[str, Any]
 
     def about(self) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def prepare_compute(run: Run) -> Compute:
     if run.order.settled is not None:
         run.notice("method", run.order.settled["words"])
     environment, scaler = Environment(placement), LossScaler() if placement.precision == "fp16" else None
-    wide = products_in_float32(spec, placement)
-    environment.here["products"] = "through float32" if wide else "direct"
+    products = route_of_products(spec, placement)
+    environment.here["products"] = products.value
     about = {
         "environment": environment.here,
         "selftest": selftest.record(tried),
@@ -77,15 +77,17 @@ def prepare_compute(run: Run) -> Compute:
             "loss_scaler": None if scaler is None else scaler.about(),
         },
     }
-    return Compute(placement, choice, scaler, environment, wide, about)
+    return Compute(placement, choice, scaler, environment, products, about)
 
 
-def products_in_float32(spec: JobSpec, placement: Placement) -> bool:
-    """Whether this processor computes 16-bit products quicker through float32, and the stage lets it: answers that are
-    sampled are scored by the kernels that sampled them. EFT_KERNELS=portable leaves torch's kernels as they are."""
+def route_of_products(spec: JobSpec, placement: Placement) -> Route:
+    """What this processor computes quicker through float32, as far as the stage lets it: answers that are sampled are
+    scored by the kernels that sampled them. EFT_KERNELS=portable leaves torch's kernels as they are."""
     if os.environ.get("EFT_KERNELS") == "portable" or placement.device.type != "cpu" or placement.autocast is None:
-        return False
-    return not isinstance(spec.stage, RolloutStage) and quicker()
+        return Route.NOTHING
+    if isinstance(spec.stage, RolloutStage) and quickest() is not Route.NOTHING:
+        return Route.GRADIENTS
+    return quickest()
 
 
 def check_ranks_match(ranks: ProcessGroup, order: RunOrder, placement: Placement) -> dict[str, Any] | None:
