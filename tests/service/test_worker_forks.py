@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -59,6 +58,12 @@ def fork(server: ForkServer, folder: Path, environment: dict[str, str], module: 
     return child
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server itself is a fork of what has been imported: that one starts cold is for the other tests."""
+    monkeypatch.setattr(forks, "launch", support_forks.launch)
+
+
 def finish(child: Child) -> int:
     while not child.exited(1.0):
         child.beat(boottime())
@@ -100,9 +105,10 @@ def test_a_child_is_the_workers_own_and_ends_as_a_cold_one_to_the_bit(tiny_dir: 
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_outlives_its_server_and_silence_ends_it(tiny_dir: Path, tmp_path: Path) -> None:
     environment = child_environment("train", gpu=None, threads=1, root=tmp_path)
-    folder = write_run(tmp_path / "run", tiny_dir, steps=100_000, fence=15.0)
+    folder = write_run(tmp_path / "run", tiny_dir, steps=100_000, fence=8.0)
     with forking(environment) as server:
         child = fork(server, folder, environment)
         os.kill(server_of(server), signal.SIGKILL)
@@ -117,6 +123,7 @@ def test_a_child_outlives_its_server_and_silence_ends_it(tiny_dir: Path, tmp_pat
     assert "fenced: no heartbeat" in trainer.log(folder)
 
 
+@pytest.mark.usefixtures("forked")
 def test_one_that_is_not_kept_comes_with_the_first_child_and_ends_after_the_last(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,13 +140,14 @@ def test_one_that_is_not_kept_comes_with_the_first_child_and_ends_after_the_last
         assert child.reap() == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_is_brought_from_the_hub_by_a_fork_of_what_is_kept_from_it(tmp_path: Path) -> None:
     """Its libraries were imported without a network and without the token."""
     order = PrepareOrder(
         job_id="job", attempt=1, model=HubModel(id="team/tiny"), models_dir=str(tmp_path / "models"), fence_seconds=60.0
     )
     of_trainers = child_environment(Kind.TRAIN, gpu=None, threads=1, root=tmp_path)
-    with hub.serving() as there, mock.patch.object(forks, "launch", support_forks.launch):
+    with hub.serving() as there:
         there.secret = "hf_hunter2"
         settings = os.environ | {"HF_ENDPOINT": there.url, "HF_TOKEN": there.secret}
         environment = child_environment(Kind.PREPARE, gpu=None, threads=1, root=tmp_path, inherited=settings)

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 
+from core.base import forks
 from core.hardware import device_mask
 from core.hardware.device_mask import Gpu
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
 from core.spec.run.standby import STANDBY_PADDING
 from core.train.entry.fencing import boottime
+from tests.support import forks as support_forks
 from tests.support import trainer
 from tests.support.service import wait_for
 from worker import processes
@@ -29,6 +31,7 @@ from worker.attempt.standby import StandbyTrainers
 from worker.environment import child_environment
 
 DIRTY = {
+    **{name: value for name, value in os.environ.items() if forks.READ_AT_START.fullmatch(name)},
     "PATH": os.environ["PATH"],
     "EFT_DATABASE_URL": "postgresql://eft:hunter2@db/eft",
     "AWS_SECRET_ACCESS_KEY": "hunter2",
@@ -86,6 +89,12 @@ def environ(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if entry)
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spare itself is a fork of what has been imported: that one starts cold is for the other tests."""
+    monkeypatch.setattr(forks, "launch", support_forks.launch)
+
+
 def finish(child: Child) -> int:
     while not child.exited(1.0):
         child.beat(boottime())
@@ -128,6 +137,7 @@ def test_it_becomes_the_child_of_a_run_and_the_result_is_the_cold_ones_to_the_bi
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.usefixtures("forked")
 def test_sigterm_means_checkpoint_and_silence_means_the_end(
     keep: Keep, model: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -152,6 +162,7 @@ def test_sigterm_means_checkpoint_and_silence_means_the_end(
     assert "fenced: no heartbeat" in trainer.log(tmp_path / "silent")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_dead_spare_is_not_waited_for_and_a_new_one_comes(
     keep: Keep, tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -167,6 +178,7 @@ def test_a_dead_spare_is_not_waited_for_and_a_new_one_comes(
     assert processes.look(last) is None, "an idle one goes with its keeper"
 
 
+@pytest.mark.usefixtures("forked")
 def test_no_spare_is_started_beside_a_starting_job(keep: Keep) -> None:
     starting = threading.Event()
     starting.set()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
+from core.base import forks
 from core.hardware import device_mask
 from core.spec.run.standby import STANDBY_PADDING, STANDBY_READY, StandbyOrder
 from worker import processes
@@ -156,7 +157,8 @@ class StandbyTrainers(ImportedProcess):
         return changes if set(changes) <= set(device_mask.ALL) else None
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        return spawn(MODULE, " " * STANDBY_PADDING, self._environment, subprocess.PIPE, WORKERS_STDERR)
+        padding = " " * STANDBY_PADDING
+        return spawn(MODULE, padding, self._environment, subprocess.PIPE, WORKERS_STDERR, start=forks.launch)
 
 
 def reap(spare: subprocess.Popen[bytes]) -> int:
