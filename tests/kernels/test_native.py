@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,13 @@ import torch
 from torch.nn import functional
 
 from core.train.kernels import interface, native, portable
+from core.train.kernels.c_code.build import SOURCES
+from core.train.kernels.c_code.calls import LoRAFactors
 from core.train.loss.linear_cross_entropy import linear_cross_entropy
 from core.train.quant.int8 import quantize_int8
+from core.train.quant.linear import QuantLinear
 from core.train.quant.nf4 import quantize_nf4
 from tests.support.selection import pairwise
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_machine_with_a_compiler_uses_it() -> None:
@@ -81,50 +80,63 @@ def test_logits_that_are_no_numbers_stay_so() -> None:
         assert not linear_cross_entropy(hidden, torch.ones(33, 8).bfloat16(), torch.arange(5)).isfinite()
 
 
-def _describe(**environment: str) -> subprocess.CompletedProcess[str]:
-    code = (
-        "import logging, torch; logging.basicConfig();"
-        "from core.train.kernels.interface import describe;"
-        "from core.train.quant.nf4 import quantize_nf4; from core.train.quant.linear import QuantLinear;"
-        "layer = QuantLinear(quantize_nf4(torch.ones(8, 64)));"
-        "assert torch.equal(layer(torch.eye(64)), torch.ones(64, 8)); print(describe(torch.device('cpu')))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
-    )
+@pytest.fixture
+def describe(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., str]]:
+    """What a process with these variables, which has no kernels yet, says of its backend, after a product by it."""
+
+    def described(**environment: str) -> str:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        forget()
+        caplog.clear()
+        layer = QuantLinear(quantize_nf4(torch.ones(8, 64)))
+        assert torch.equal(layer(torch.eye(64)), torch.ones(64, 8))
+        return str(interface.describe(torch.device("cpu")))
+
+    def forget() -> None:
+        native.library.cache_clear()
+        interface.backend_for.cache_clear()
+
+    yield described
+    forget()
 
 
-def test_without_it_the_portable_one_computes_and_says_so(tmp_path: Path) -> None:
+def test_without_it_the_portable_one_computes_and_says_so(
+    describe: Callable[..., str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     (tmp_path / "cc").write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
     (tmp_path / "cc").chmod(0o755)
-    home = tmp_path / "home"
     for environment, words in (
         ({"PATH": str(tmp_path / "empty")}, "no C compiler"),
-        ({"PATH": str(tmp_path), "HOME": str(home)}, "no such header"),
+        ({"PATH": str(tmp_path), "HOME": str(tmp_path / "home")}, "no such header"),
         ({"EFT_KERNELS": "portable"}, "asks for it"),
     ):
-        done = _describe(**environment)
-        assert "'backend': 'portable'" in done.stdout and words in done.stdout
-        assert "more slowly" in done.stderr and words in done.stderr
+        said = describe(**environment)
+        assert "'backend': 'portable'" in said and words in said
+        assert "more slowly" in caplog.text and words in caplog.text
 
 
-def test_a_damaged_object_is_made_anew(tmp_path: Path) -> None:
-    assert "'native'" in _describe(HOME=str(tmp_path)).stdout
+def test_a_damaged_object_is_made_anew(describe: Callable[..., str], tmp_path: Path) -> None:
+    def damage() -> None:
+        made.unlink()  # this process computes by it
+        made.write_bytes(b"not an object")
+
+    assert "'native'" in describe(HOME=str(tmp_path))
     (made,) = (tmp_path / ".cache/eft/kernels").iterdir()
     size = made.stat().st_size
-    made.write_bytes(b"not an object")
-    assert "cannot be made or loaded" in _describe(HOME=str(tmp_path)).stdout
-    assert "'native'" in _describe(HOME=str(tmp_path)).stdout and made.stat().st_size == size
+    damage()
+    assert "cannot be made or loaded" in describe()
+    assert "'native'" in describe() and made.stat().st_size == size
     made.parent.chmod(0o777)  # anybody could put code there: not read, compiled for this process alone
-    made.write_bytes(b"not an object")
-    assert "'native'" in _describe(HOME=str(tmp_path)).stdout and made.read_bytes() == b"not an object"
-    assert all(path.is_file() for path in native.SOURCES)
+    damage()
+    assert "'native'" in describe() and made.read_bytes() == b"not an object"
+    assert all(path.is_file() for path in SOURCES)
 
 
 # --- few rows ----------------------------------------------------------------------------------------------
 
 few_rows_here = pytest.mark.skipif(
-    not native.multiplies_few_rows(64), reason="the C kernels of few rows need AVX-512 (core/train/kernels/few_rows.c)"
+    not native.multiplies_few_rows(64), reason="the C kernels of few rows need AVX-512 (few_rows.c)"
 )
 
 
@@ -173,7 +185,7 @@ def test_a_dense_weight_is_multiplied_as_it_is(rows: int, n: int, rank: int, dty
     source = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(size, 96, generator=source).to(dtype) for size in (rows, n))
     a, b = torch.randn(rank, 96, generator=source), torch.randn(n, rank, generator=source)
-    adapter = native.LoRAFactors(a, b, 0.7, narrow=False) if rank else None
+    adapter = LoRAFactors(a, b, 0.7, narrow=False) if rank else None
     bias = torch.randn(n, generator=source)
     out, alone = torch.empty(rows, n), torch.empty(1, n)
     native.wide_product(x, weight, out, bias=bias, adapter=adapter)
@@ -192,7 +204,7 @@ def test_narrow_products_are_rounded_where_bfloat16s_are() -> None:
         torch.randn(*shape, generator=source).bfloat16() for shape in ((5, 96), (64, 96), (16, 96), (64, 16))
     )
     out, bias = torch.empty(5, 64), torch.randn(64, generator=source).bfloat16()
-    adapter = native.LoRAFactors(a.float(), b.float(), 0.7, narrow=True)
+    adapter = LoRAFactors(a.float(), b.float(), 0.7, narrow=True)
     native.wide_product(x, weight, out, bias=bias, adapter=adapter, narrow=True)
     wanted = functional.linear(x, weight, bias) + functional.linear(functional.linear(x, a), b) * 0.7
     assert float((out.bfloat16() == wanted).float().mean()) > 0.98

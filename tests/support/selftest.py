@@ -21,7 +21,7 @@ from worker.gpus.selftest_runner import SelfTestDevice, examine, remembered
 
 HOME = Path(tempfile.gettempdir()) / f"eft-tests-{os.getuid()}" / "selftest"
 CACHES = Path("home") / ".cache"
-"""Below a data root. Trainers keep compiled kernels there (core/train/kernels/native.py), and matplotlib its fonts."""
+"""Below a data root. Trainers keep compiled kernels there (kernels/c_code/build.py), and matplotlib its fonts."""
 
 
 def verdict(inherited: Mapping[str, str] = os.environ) -> Verdict:

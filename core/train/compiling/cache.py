@@ -21,7 +21,7 @@ import torch
 
 from core import caches
 from core.spec.run.manifest import MANIFEST
-from core.train.kernels.native import processor
+from core.train.kernels.c_code.build import processor
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 VERSION = 1

@@ -1,8 +1,8 @@
 """Products of a few rows with dense weights on a CPU, as each step of generation makes them.
 
 torch's product copies the whole weight into another order before it multiplies, which few rows do not pay for. The C
-kernel (core/train/kernels/few_rows.c) reads the weight once, as it lies in memory, and adds LoRA's own products on the
-way.
+kernel (core/train/kernels/c_code/few_rows.c) reads the weight once, as it lies in memory, and adds LoRA's own products
+on the way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.train.kernels import native
+from core.train.kernels.c_code.calls import LoRAFactors
 from core.train.kernels.interface import backend_for
-from core.train.kernels.native import LoRAFactors
 
 ROWS = 32
 """Rows up to which the C kernel is quicker than torch: 1.3 times with 32, twice with 8 (float32; bfloat16 more)."""

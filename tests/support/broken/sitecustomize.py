@@ -34,7 +34,7 @@ def _watch(name: str, *rest: Any, **more: Any) -> Any:
     module = _import(name, *rest, **more)
     for whose, ready, change in (
         ("torch", "optim", _break_torch),
-        ("core.train.kernels.native", "_try_softmax", _break_native),
+        ("core.train.kernels.native", "_ready", _break_native),
     ):
         found = sys.modules.get(whose)
         if whose not in _done and found is not None and hasattr(found, ready):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from core.train.kernels import native
+from core.train.kernels.c_code.calls import DTYPES
 from core.train.kernels.interface import backend_for
 
 
@@ -25,7 +26,7 @@ def serves(*tensors: Tensor) -> bool:
         return False
     match backend_for(first.device, "block"):
         case "native":
-            return first.dtype in native.DTYPES
+            return first.dtype in DTYPES
         case "triton":
             block = _kernels(first)
             return first.dtype in block.DTYPES and first.shape[-1] <= block.WIDEST

@@ -1,4 +1,4 @@
-/* What torch's own operators do slowly on a CPU, as plain C; core/train/kernels/native.py compiles and calls it.
+/* What torch's own operators do slowly on a CPU, as plain C; build.py compiles it, calls.py calls it.
  *
  * Every function is held to the portable arithmetic before it is used. The dequantisations are equal to it to the bit:
  * products and sums are rounded one by one (-ffp-contract=off), and bfloat16 is rounded to nearest even. Pointers are
