@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from core.train.quant.int8 import quantize_int8
 from core.train.quant.linear import QuantLinear
 from core.train.quant.nf4 import quantize_nf4
 from tests.support.selection import pairwise
+from tests.support.trainer import Forked, log
 
 
 def test_a_machine_with_a_compiler_uses_it() -> None:
@@ -80,56 +82,51 @@ def test_logits_that_are_no_numbers_stay_so() -> None:
         assert not linear_cross_entropy(hidden, torch.ones(33, 8).bfloat16(), torch.arange(5)).isfinite()
 
 
-@pytest.fixture
-def describe(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., str]]:
-    """What a process with these variables, which has no kernels yet, says of its backend, after a product by it."""
+def _describe(folder: Path, **environment: str) -> str:
+    """What a process with these variables, which has loaded no kernels yet from their home, says of its backend after a
+    product by it."""
+    folder.mkdir()
 
-    def described(**environment: str) -> str:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        forget()
-        caplog.clear()
-        layer = QuantLinear(quantize_nf4(torch.ones(8, 64)))
-        assert torch.equal(layer(torch.eye(64)), torch.ones(64, 8))
-        return str(interface.describe(torch.device("cpu")))
-
-    def forget() -> None:
+    def program() -> int:
+        logging.basicConfig(force=True)
+        os.environ.update(environment)
         native.library.cache_clear()
         interface.backend_for.cache_clear()
+        layer = QuantLinear(quantize_nf4(torch.ones(8, 64)))
+        assert torch.equal(layer(torch.eye(64)), torch.ones(64, 8))
+        print(interface.describe(torch.device("cpu")))
+        return 0
 
-    yield described
-    forget()
+    assert Forked(folder, program=program).wait() == 0, log(folder)
+    return log(folder)
 
 
-def test_without_it_the_portable_one_computes_and_says_so(
-    describe: Callable[..., str], caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_without_it_the_portable_one_computes_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "cc").write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
     (tmp_path / "cc").chmod(0o755)
-    for environment, words in (
-        ({"PATH": str(tmp_path / "empty")}, "no C compiler"),
-        ({"PATH": str(tmp_path), "HOME": str(tmp_path / "home")}, "no such header"),
-        ({"EFT_KERNELS": "portable"}, "asks for it"),
+    for number, (environment, words) in enumerate(
+        (
+            ({"PATH": str(tmp_path / "empty")}, "no C compiler"),
+            ({"PATH": str(tmp_path), "HOME": str(tmp_path / "home")}, "no such header"),
+            ({"EFT_KERNELS": "portable"}, "asks for it"),
+        )
     ):
-        said = describe(**environment)
-        assert "'backend': 'portable'" in said and words in said
-        assert "more slowly" in caplog.text and words in caplog.text
+        said = _describe(tmp_path / f"{number}", **environment)
+        assert "'backend': 'portable'" in said and "more slowly" in said
+        assert said.count(words) == 2, "in the log and in the record"
 
 
-def test_a_damaged_object_is_made_anew(describe: Callable[..., str], tmp_path: Path) -> None:
-    def damage() -> None:
-        made.unlink()  # this process computes by it
-        made.write_bytes(b"not an object")
-
-    assert "'native'" in describe(HOME=str(tmp_path))
-    (made,) = (tmp_path / ".cache/eft/kernels").iterdir()
+def test_a_damaged_object_is_made_anew(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    assert "'native'" in _describe(tmp_path / "first", HOME=str(home))
+    (made,) = (home / ".cache/eft/kernels").iterdir()
     size = made.stat().st_size
-    damage()
-    assert "cannot be made or loaded" in describe()
-    assert "'native'" in describe() and made.stat().st_size == size
+    made.write_bytes(b"not an object")
+    assert "cannot be made or loaded" in _describe(tmp_path / "damaged", HOME=str(home))
+    assert "'native'" in _describe(tmp_path / "anew", HOME=str(home)) and made.stat().st_size == size
     made.parent.chmod(0o777)  # anybody could put code there: not read, compiled for this process alone
-    damage()
-    assert "'native'" in describe() and made.read_bytes() == b"not an object"
+    made.write_bytes(b"not an object")
+    assert "'native'" in _describe(tmp_path / "open", HOME=str(home)) and made.read_bytes() == b"not an object"
     assert all(path.is_file() for path in SOURCES)
 
 
