@@ -158,7 +158,7 @@ def _route(combination: Combination, device: Any) -> Route:
     from core.train.model.placement import place
 
     spec = _spec(combination, device)
-    return route_of_products(spec, place(spec.resources, spec.training, method_of(spec)))
+    return route_of_products(place(spec.resources, spec.training, method_of(spec)), samples=False)
 
 
 def _spec(combination: Combination, device: Any) -> Any:

@@ -10,8 +10,7 @@ from core.errors import SpecError
 from core.hardware import selftest
 from core.hardware.selftest import Choice, Verdict, choose
 from core.spec.axes.rollout.stages import RolloutStage
-from core.spec.job import JobSpec
-from core.spec.run.orders import RunOrder
+from core.spec.run.orders import RunOrder, SessionOrder
 from core.spec.settled import method_of
 from core.train.kernels.float32 import Route, quickest
 from core.train.model.load import quiet
@@ -61,7 +60,8 @@ def prepare_compute(run: Run) -> Compute:
     if run.order.settled is not None:
         run.notice("method", run.order.settled["words"])
     environment, scaler = Environment(placement), LossScaler() if placement.precision == "fp16" else None
-    products = route_of_products(spec, placement)
+    samples = isinstance(spec.stage, RolloutStage) or isinstance(run.order, SessionOrder)
+    products = route_of_products(placement, samples)
     environment.here["products"] = products.value
     about = {
         "environment": environment.here,
@@ -80,14 +80,13 @@ def prepare_compute(run: Run) -> Compute:
     return Compute(placement, choice, scaler, environment, products, about)
 
 
-def route_of_products(spec: JobSpec, placement: Placement) -> Route:
-    """What this processor computes quicker through float32, as far as the stage lets it: answers that are sampled are
-    scored by the kernels that sampled them. EFT_KERNELS=portable leaves torch's kernels as they are."""
+def route_of_products(placement: Placement, samples: bool) -> Route:
+    """What this processor computes quicker through float32. `samples`: forward passes stay as they are, so that sampled
+    answers are scored by the kernels that sampled them. EFT_KERNELS=portable leaves torch's kernels as they are."""
     if os.environ.get("EFT_KERNELS") == "portable" or placement.device.type != "cpu" or placement.autocast is None:
         return Route.NOTHING
-    if isinstance(spec.stage, RolloutStage) and quickest() is not Route.NOTHING:
-        return Route.GRADIENTS
-    return quickest()
+    route = quickest()
+    return Route.GRADIENTS if samples and route is not Route.NOTHING else route
 
 
 def check_ranks_match(ranks: ProcessGroup, order: RunOrder, placement: Placement) -> dict[str, Any] | None:

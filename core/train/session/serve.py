@@ -34,7 +34,8 @@ from core.train.base.reading import is_panic
 from core.train.base.stop import Stop, StopRequested
 from core.train.failures import describe
 from core.train.generation.sampling import Completion
-from core.train.model.compute import prepare_compute
+from core.train.kernels.float32 import through_float32
+from core.train.model.compute import Compute, prepare_compute
 from core.train.model.load import load_tokenizer
 from core.train.ranks.env import RankEnv
 from core.train.ranks.last_word import tell_launcher
@@ -64,11 +65,14 @@ def serve(run_dir: Path, stream: socket.socket | None, stop: Stop, rank_env: Ran
         order = SessionOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
         memory_limit.hold(order.memory_limit, of_helpers=order.helper_limit)
         with Run(order, run_dir, events, stop, rank_env) as run:
-            loop = _SessionLoop(run, order)
-            if stream is None:
-                loop.follow()
-            else:
-                loop.run(stream)
+            run.phase("loading")
+            compute = prepare_compute(run)
+            with through_float32(compute.products):
+                loop = _SessionLoop(run, order, compute)
+                if stream is None:
+                    loop.follow()
+                else:
+                    loop.run(stream)
     except StopRequested:
         return EXIT_CHECKPOINTED
     except BaseException as error:
@@ -122,11 +126,9 @@ class _SessionLoop:
     frame that it computes, in the same order, since every rank has a share of all passes.
     """
 
-    def __init__(self, run: Run, order: SessionOrder) -> None:
+    def __init__(self, run: Run, order: SessionOrder, compute: Compute) -> None:
         self._run, self._order = run, order
         self._stream: socket.socket
-        run.phase("loading")
-        compute = prepare_compute(run)
         with run.stop.at_once():
             run.check_stop()
             whole = isinstance(order.spec.method, Full)
