@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -29,6 +31,16 @@ def pytest_collection() -> Generator[None, object, object]:
     """Reading all tests imports torch and more."""
     with importing():
         return (yield)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_once() -> Iterator[None]:
+    """httpx reads all authorities' certificates for each client, which takes longer than a request: half of what the
+    processes of the service's tests did. Theirs speak http to this machine."""
+    default = importlib.import_module("httpx._transports.default")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "create_ssl_context", functools.cache(default.create_ssl_context))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from eft import Client
 from eft.commands.admin.box import application_home, command
 from eft.config import load_config, write_config
 from eft.errors import (
@@ -269,6 +272,20 @@ def test_words_of_people() -> None:
 
 
 # --- the application beside the client ---------------------------------------------------------------
+
+
+def test_no_certificates_are_read_for_the_box_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than a request. A client that has none trusts nobody over TLS."""
+    read: list[str] = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **options: read.append(str(options)))
+    with Client("http://127.0.0.1:1", "key"):
+        assert not read
+    create = importlib.import_module("httpx._config").create_ssl_context
+    monkeypatch.setattr("httpx._transports.default.create_ssl_context", create)  # not the one of tests/conftest.py
+    for url in ("https://127.0.0.1:1", "http://box.lab"):
+        read.clear()
+        with Client(url, "key"):
+            assert read
 
 
 def test_box_verbs_find_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
