@@ -31,6 +31,7 @@ from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
+from core.train.optim.adafactor import AdafactorOptimizer
 from core.train.optim.blocks import block_of_turn
 from core.train.optim.groups import ParameterGroup, hidden_matrices
 from core.train.optim.momentum import SophiaOptimizer, slow_mean_decay
@@ -102,6 +103,29 @@ def alone(name: str, start: Tensor, gradients: list[Tensor], **options: Any) -> 
 def series(*shape: int, count: int = 12) -> tuple[Tensor, list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(shape, generator=generator), [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adafactor_is_torchs(decay: float) -> None:
+    """But for the order of sums: within 1e-5 of the largest weight after twenty steps. Either goes on with the other's
+    state."""
+    generator = torch.Generator().manual_seed(3)
+    starts = [torch.randn(*shape, generator=generator) for shape in ((33, 20), (70,), (3, 8, 5), (1, 9))]
+    options: dict[str, Any] = {"lr": 0.05, "beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0, "weight_decay": decay}
+    both = [[torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2)]
+    ours, theirs = AdafactorOptimizer(both[0], **options), torch.optim.Adafactor(both[1], **options)
+    for turn in range(20):
+        for one, other in zip(*both, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator) * 10.0 ** (turn % 4 - 2)
+            other.grad = one.grad.clone()
+        ours.step()
+        theirs.step()
+        if turn == 9:
+            states = ours.state_dict(), theirs.state_dict()
+            ours.load_state_dict(states[1])
+            theirs.load_state_dict(states[0])
+    for one, other in zip(*both, strict=True):
+        assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
 
 
 def test_lion_is_algorithm_2_of_its_paper() -> None:

@@ -30,6 +30,7 @@ from core.spec.axes.optim.optimizers import (
     SophiaG,
 )
 from core.spec.axes.optimizer import Optimizer
+from core.train.optim.adafactor import AdafactorOptimizer
 from core.train.optim.adalomo import FactoredOptimizer
 from core.train.optim.blocks import BlockAdamW
 from core.train.optim.groups import ParameterGroup, with_factors
@@ -104,7 +105,7 @@ def build_optimizer(
         case ApolloMini():
             return _projected(members, rate, spec, "apollo_mini", 1, _hidden(groups, parameters))
         case Adafactor():
-            return torch.optim.Adafactor(
+            return AdafactorOptimizer(
                 members, lr=rate, beta2_decay=spec.beta2_decay, eps=spec.eps, d=spec.clip_threshold
             )
         case SGD():
