@@ -31,8 +31,8 @@ from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
-from core.train.optim.adafactor import AdafactorOptimizer
 from core.train.optim.blocks import block_of_turn
+from core.train.optim.factored import AdafactorOptimizer
 from core.train.optim.groups import ParameterGroup, hidden_matrices
 from core.train.optim.momentum import SophiaOptimizer, slow_mean_decay
 from core.train.optim.optimizers import build_optimizer

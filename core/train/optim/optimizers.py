@@ -30,9 +30,8 @@ from core.spec.axes.optim.optimizers import (
     SophiaG,
 )
 from core.spec.axes.optimizer import Optimizer
-from core.train.optim.adafactor import AdafactorOptimizer
-from core.train.optim.adalomo import FactoredOptimizer
 from core.train.optim.blocks import BlockAdamW
+from core.train.optim.factored import AdafactorOptimizer, AdaLomoOptimizer
 from core.train.optim.groups import ParameterGroup, with_factors
 from core.train.optim.momentum import LionOptimizer, SlowMeanAdamW, SophiaOptimizer
 from core.train.optim.pair import OptimizerPair
@@ -82,7 +81,7 @@ def build_optimizer(
             )
             return OptimizerPair(muon, _adamw(rest, rate, spec)) if rest else muon
         case AdaLomo():
-            return FactoredOptimizer(
+            return AdaLomoOptimizer(
                 members, rate, decay=spec.decay_rate, eps=spec.eps, clip_threshold=spec.clip_threshold
             )
         case SophiaG():
