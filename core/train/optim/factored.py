@@ -15,8 +15,8 @@ TINY = 1e-30
 
 
 class AdafactorOptimizer(torch.optim.Adafactor):
-    """Adafactor (arXiv:1804.04235) with torch's formula, options and state. torch takes the norm of each column by itself,
-    which takes a CPU nine times as long as the mean of squares."""
+    """Adafactor (arXiv:1804.04235) with torch's formula, options and state. torch takes the norm of each column, which
+    takes a CPU nine times as long as the mean of squares."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
