@@ -22,6 +22,7 @@ from sqlalchemy import select
 from api.auth import keys
 from api.auth.policy import Role, Scope
 from core import HOME
+from core.base import forks as base_forks
 from core.db.engine import Database
 from core.db.migrate import upgrade
 from core.db.tables import Job
@@ -227,6 +228,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         both = EVERYTHING or metafunc.definition.get_closest_marker("both_databases") is not None
         kinds = ["sqlite", "postgresql"] if both else ["sqlite"]
         metafunc.parametrize("database_kind", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers and spares that this process starts are forks of what has been imported."""
+    monkeypatch.setattr(base_forks, "launch", forks.launch)
 
 
 @pytest.fixture(scope="module")

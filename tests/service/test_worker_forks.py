@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 
-from core.base import forks
 from core.jobs.kinds import CHILDREN, Kind
 from core.spec.axes.model import HubModel
 from core.spec.run.exit_codes import EXIT_FENCED
 from core.spec.run.orders import PrepareOrder
 from core.spec.run.standby import OFFLINE, STANDBY_PADDING
 from core.train.entry.fencing import boottime
-from tests.support import forks as support_forks
 from tests.support import hub, trainer
 from tests.support.service import Service, running, wait_for
 from worker import processes
@@ -56,12 +54,6 @@ def fork(server: ForkServer, folder: Path, environment: dict[str, str], module: 
     child = server.fork(folder, module, environment)
     assert child is not None
     return child
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fork server itself is a fork of what has been imported: that one starts cold is for the other tests."""
-    monkeypatch.setattr(forks, "launch", support_forks.launch)
 
 
 def finish(child: Child) -> int:

@@ -22,7 +22,6 @@ from core.hardware.device_mask import Gpu
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
 from core.spec.run.standby import STANDBY_PADDING
 from core.train.entry.fencing import boottime
-from tests.support import forks as support_forks
 from tests.support import trainer
 from tests.support.service import wait_for
 from worker import processes
@@ -87,12 +86,6 @@ def idle(spares: StandbyTrainers) -> int:
 def environ(pid: int) -> dict[str, str]:
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(entry.split("=", 1) for entry in entries if entry)
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The spare itself is a fork of what has been imported: that one starts cold is for the other tests."""
-    monkeypatch.setattr(forks, "launch", support_forks.launch)
 
 
 def finish(child: Child) -> int:

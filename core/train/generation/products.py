@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.train.kernels import native
-from core.train.kernels.c_code.calls import LoRAFactors
+from core.train.kernels.c_code.calls import LANES, LoRAFactors
 from core.train.kernels.interface import backend_for
 
 ROWS = 32
@@ -97,7 +97,7 @@ class _Quick:
             a, b = self._module.lora_A[name].weight, self._module.lora_B[name].weight
             if rounded is not None:
                 a, b = a.to(rounded), b.to(rounded)
-            more = -len(a) % native.LANES
+            more = -len(a) % LANES
             a, b = functional.pad(a.float(), (0, 0, 0, more)), functional.pad(b.float(), (0, more))
             scale = float(self._module.scaling[name])
             return LoRAFactors(a.contiguous(), b.contiguous(), scale, narrow=rounded is torch.bfloat16)

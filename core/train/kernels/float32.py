@@ -98,17 +98,19 @@ Worth = Callable[[Tensor, Tensor], bool]
 """Whether a product of these two is computed through float32."""
 
 
+def _narrow(one: Tensor, other: Tensor) -> bool:
+    return one.dtype in NARROW and one.dtype is other.dtype
+
+
 def _worth_it(one: Tensor, other: Tensor) -> bool:
-    if one.dtype not in NARROW or one.dtype is not other.dtype:
+    if not _narrow(one, other):
         return False
     few = max(one.numel(), other.numel()) <= FEW
     return few or (one.numel() <= LARGE and min(*one.shape, other.shape[1]) >= SMALL)
 
 
 def _tiny(one: Tensor, other: Tensor) -> bool:
-    if one.dtype not in NARROW or one.dtype is not other.dtype:
-        return False
-    return max(one.numel(), other.numel(), len(one) * other.shape[1]) <= TINY
+    return _narrow(one, other) and max(one.numel(), other.numel(), len(one) * other.shape[1]) <= TINY
 
 
 def _products(kernel: Callable[..., Any], one: Tensor, other: Tensor) -> Iterator[tuple[slice, Tensor]]:

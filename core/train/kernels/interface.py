@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from core.train.kernels import native, portable
+from core.train.kernels.c_code.calls import LANES
 from core.train.kernels.format import FEW_ROWS, Format
 from core.train.kernels.triton import probe
 
@@ -194,7 +195,7 @@ def few_rows_with(
         case "portable":
             return None
         case "native":
-            if not native.serves(x.dtype) or not native.multiplies_few_rows(x.shape[-1], max(block, 2 * native.LANES)):
+            if not native.serves(x.dtype) or not native.multiplies_few_rows(x.shape[-1], max(block, 2 * LANES)):
                 return None
             y = native.few_rows(x.reshape(-1, x.shape[-1]), packed, scales, format, block, n)
             if bias is not None:

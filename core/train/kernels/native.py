@@ -16,13 +16,10 @@ from torch import Tensor
 from core.train.kernels.adamw import AdamNumbers, QuantisedMeans
 from core.train.kernels.c_code import calls
 from core.train.kernels.c_code.build import NativeUnavailable, load
-from core.train.kernels.c_code.calls import DTYPES, LoRAFactors
+from core.train.kernels.c_code.calls import DTYPES, LANES, LoRAFactors
 from core.train.kernels.c_code.trial import try_out
 
 log = logging.getLogger("eft.train.kernels")
-
-LANES = 16
-"""Floats of an AVX-512 register (few_rows.c)."""
 
 
 @cache

@@ -11,6 +11,8 @@ from torch import Tensor
 from core.train.kernels.adamw import AdamNumbers, QuantisedMeans, bounds_of
 
 DTYPES = (torch.bfloat16, torch.float32)
+LANES = 16
+"""Floats of an AVX-512 register (few_rows.c)."""
 NAMES = (
     *("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale", "eft_adamw"),
     *("eft_norm", "eft_norm_grad", "eft_gate", "eft_gate_grad", "eft_turn"),
@@ -23,7 +25,7 @@ class LoRAFactors:
     """An adapter beside a weight [n, k]: its product is scale · (x · aᵀ) · bᵀ."""
 
     a: Tensor
-    """[r, k], float32, contiguous; r is a multiple of 16, the floats of an AVX-512 register."""
+    """[r, k], float32, contiguous; r is a multiple of LANES."""
     b: Tensor
     """[n, r], float32, contiguous."""
     scale: float
