@@ -22,7 +22,8 @@ from eft.manual.source import pages as manual_pages
 from api.docs import routes_page
 from core.spec.job import JobSpec
 from core.spec.load import load_yaml, parse_job
-from tests.support import eft_forks, pages
+from tests.support import pages
+from tests.support.eft_forks import program
 from tests.support.hub import serving
 from tests.support.pages import Block
 from tests.support.service import ROOT, Service, running
@@ -141,13 +142,6 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Iterato
         yield from running(folder, settings)
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of `eft`."""
-    with eft_forks.programs(tmp_path_factory.mktemp("eft")) as folder:
-        yield folder
-
-
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Path:
     """A folder that looks like a checkout with a few rows in it."""
@@ -172,10 +166,10 @@ def script(found: list[Block]) -> str:
     return "\n".join(parts)
 
 
-def environment(service: Service, sandbox: Path, program: Path) -> dict[str, str]:
+def environment(service: Service, sandbox: Path) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("EFT_")}
     return clean | {
-        "PATH": f"{program}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{Path(program()).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "EFT_URL": service.note()["url"],
         "EFT_API_KEY": service.key,
         "EFT_HOME": str(ROOT),
@@ -191,11 +185,11 @@ def environment(service: Service, sandbox: Path, program: Path) -> dict[str, str
 
 @pytest.mark.timeout(900)  # users.md alone starts forty processes; a busy machine takes minutes for them
 @pytest.mark.parametrize("page", RUNNABLE, ids=name)
-def test_the_pages_commands_run_as_they_stand(page: Path, service: Service, sandbox: Path, program: Path) -> None:
+def test_the_pages_commands_run_as_they_stand(page: Path, service: Service, sandbox: Path) -> None:
     ran = subprocess.run(
         ["bash", "-c", script([block for block in pages.blocks(page) if block.runs])],
         cwd=sandbox,
-        env=environment(service, sandbox, program),
+        env=environment(service, sandbox),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

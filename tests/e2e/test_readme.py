@@ -23,6 +23,7 @@ from core.spec.pipeline import parse_pipeline
 from core.spec.sweep import job_at, parse_sweep, points
 from tests.support import pages
 from tests.support.client import EFT
+from tests.support.eft_forks import program
 from tests.support.hub import serving
 from tests.support.service import ROOT, Service, running, wait_for
 
@@ -49,15 +50,14 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Iterato
 
 def environment(service: Service) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
-    path = f"{Path(EFT).parent}:{os.environ['PATH']}"
+    path = f"{Path(program()).parent}:{Path(EFT).parent}:{os.environ['PATH']}"
     address = {"EFT_URL": service.note()["url"], "EFT_API_KEY": service.key}
     return clean | address | {"XDG_CONFIG_HOME": "/nonexistent", "PATH": path}
 
 
 def eft(service: Service, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [EFT, *arguments], cwd=cwd, env=environment(service), capture_output=True, text=True, check=False, timeout=120
-    )
+    line, variables = [program(), *arguments], environment(service)
+    return subprocess.run(line, cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=120)
 
 
 # --- the README --------------------------------------------------------------------------------------

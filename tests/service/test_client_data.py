@@ -13,7 +13,7 @@ import pytest
 from eft.terminal.datasheet import CLOSE, OPEN, print_preview
 from rich.console import Console
 
-from tests.support.client import EFT
+from tests.support.eft_forks import program
 
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("EFT_") and k not in ("NO_COLOR", "FORCE_COLOR")}
 
@@ -21,7 +21,8 @@ CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("EFT_") and k n
 def eft(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Nothing listens anywhere, and no key is set."""
     environment = CLEAN | {"EFT_URL": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"} | more
-    done = subprocess.run([EFT, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    line = [program(), *arguments]
+    done = subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

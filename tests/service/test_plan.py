@@ -21,7 +21,7 @@ from core.jobs.policies import nodes
 from core.plan.models.shape import Shape
 from core.settings import Settings
 from core.spec.axes.model import HubModel
-from tests.support.client import EFT
+from tests.support.eft_forks import program
 
 MODEL = "team/llama-1b"
 ROWS = b"".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}).encode() + b"\n" for n in range(40))
@@ -242,7 +242,7 @@ def test_eft_plan(world: World, tmp_path: Path) -> None:
     environment = {"EFT_URL": world.api.url, "EFT_API_KEY": key, "HOME": str(tmp_path), "NO_COLOR": "1"}
 
     def eft(*arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [EFT, "plan", str(tmp_path / "job.yaml"), *arguments]
+        line = [program(), "plan", str(tmp_path / "job.yaml"), *arguments]
         return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
     told = eft()

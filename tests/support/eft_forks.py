@@ -1,12 +1,14 @@
 """`eft` as a fork of one process that has its imports: a command is then a few hundredths of a second of processor
-time, not half a second. `programs(folder)` has an `eft` to put on the PATH, which passes its descriptors, variables,
-folder and signals on. That it starts by itself is for the tests that start `client.EFT` and for test_client_wheel.
+time, not half a second. `program()` is such an `eft`, in a folder for the PATH: it passes descriptors, variables, cwd
+and signals on. That it starts by itself is for the tests that start `client.EFT` and for test_client_wheel.
 """
 
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
+import functools
 import importlib
 import os
 import pkgutil
@@ -14,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +24,8 @@ from typing import Any, NoReturn
 from core import HOME
 
 MESSAGE_BYTES = 1 << 18
+LATE = ("typer._adapters", "httpcore")
+"""What every command imports when it begins."""
 PROGRAM = """#!{python} -IS
 import _socket, os, signal, sys
 
@@ -41,8 +46,17 @@ os._exit(code)
 """
 
 
+@functools.cache
+def program() -> str:
+    """The path of `eft` for all tests of this process."""
+    until_the_end = contextlib.ExitStack()
+    atexit.register(until_the_end.close)
+    folder = until_the_end.enter_context(tempfile.TemporaryDirectory(prefix="eft-tests-"))
+    return str(until_the_end.enter_context(_programs(Path(folder))) / "eft")
+
+
 @contextlib.contextmanager
-def programs(folder: Path) -> Iterator[Path]:
+def _programs(folder: Path) -> Iterator[Path]:
     """A folder with the program `eft`, made in `folder`."""
     address = folder / "eft.socket"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
@@ -66,8 +80,9 @@ def main() -> None:
     import eft
     from eft.cli import tree
 
-    for module in pkgutil.walk_packages(eft.__path__, "eft."):
-        importlib.import_module(module.name)
+    modules = [module.name for module in pkgutil.walk_packages(eft.__path__, "eft.")]
+    for module in (*modules, *LATE):
+        importlib.import_module(module)
     commands = tree()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     while True:

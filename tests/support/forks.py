@@ -45,6 +45,8 @@ MODULES = ("api", "api.auth.keys", "core.db.migrate", *SERVERS)
 """What may be forked: programs whose imports read no settings."""
 ALIKE = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Variables of a trainer that are read once, as all fork servers here have them. Other programs may lack them."""
+MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
+"""Variables that a fork may have all the same: it tells mallopt(3) what the loader would have told it."""
 PADDING = " " * 2048
 """Room for a command line."""
 ROOM = "TESTS_ROOM"
@@ -132,11 +134,11 @@ def fits(environment: Mapping[str, str]) -> bool:
 
 
 def _read_once(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of which a fork server has had its use; but one that only says where bytecode is left."""
+    """Those of which a fork server has had its use; but one that only says where bytecode is left, and MALLOPT."""
     return {
         name: value
         for name, value in environment.items()
-        if forks.READ_AT_START.fullmatch(name) and name != "PYTHONDONTWRITEBYTECODE"
+        if forks.READ_AT_START.fullmatch(name) and name not in ("PYTHONDONTWRITEBYTECODE", *MALLOPT)
     }
 
 
@@ -287,6 +289,8 @@ def _become(order: Mapping[str, Any], given: Sequence[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(order["environment"])
     _show_environment()
+    for name in MALLOPT.keys() & os.environ.keys():
+        assert ctypes.CDLL(None).mallopt(MALLOPT[name], int(os.environ[name])) == 1, name
     module, *arguments = order["command"]
     if module == TRAINER:
         _move_home()
