@@ -30,7 +30,7 @@ TORCH_HAS ?= $(if $(filter command,$(firstword $(origin TORCH))),torch==2.13.0||
 ANOTHER_TORCH := $(and $(TORCH_HAS),$(filter-out $(TORCH_HAS),$(TORCH_CHOICE)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test smoke kernels matrix chaos rehearsal check check-style check-types fmt docs lock dist clean
+.PHONY: help install demo up test smoke kernels matrix chaos rehearsal rehearsal-wheel check check-style check-types fmt docs lock dist clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,12 +67,25 @@ $(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
 	@mv $(VENV)/torch.new $(VENV)/torch.mk
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.app $(VENV)/release locks/test.txt locks/aot.txt locks/axe.txt
+# The parts of what the tests need: with -j2 they are installed side by side.
+$(VENV)/.test: $(VENV)/.app $(VENV)/.locked $(VENV)/release $(VENV)/aot $(VENV)/axe $(VENV)/.tools
+	@touch $@
+
+$(VENV)/.locked: locks/test.txt | $(VENV)/.app
 	@echo "installing what the tests need …"
-	@$(PIP) install --no-deps --require-hashes -r locks/test.txt
-	@# Apart: over the Triton that a CUDA or ROCm torch brings, PyPI's would break that torch.
-	@test $$(uname) != Linux || $(PIP) install --no-deps --require-hashes --upgrade --target $(VENV)/aot -r locks/aot.txt
-	@$(PIP) install --no-deps --require-hashes --upgrade --target $(VENV)/axe -r locks/axe.txt
+	@$(PIP) install --no-deps --require-hashes -r $<
+	@touch $@
+
+# Apart: over the Triton that a CUDA or ROCm torch brings, PyPI's would break that torch.
+$(VENV)/aot: locks/aot.txt | $(VENV)/.app
+	@test $$(uname) != Linux || $(PIP) install --no-deps --require-hashes --upgrade --target $@ -r $<
+	@mkdir -p $@ && touch $@
+
+$(VENV)/axe: locks/axe.txt | $(VENV)/.app
+	@$(PIP) install --no-deps --require-hashes --upgrade --target $@ -r $<
+	@touch $@
+
+$(VENV)/.tools: $(wildcard core/tools/requirements-*.txt) | $(VENV)/.app
 	@$(BIN)/python -m tests.support.tools > /dev/null
 	@touch $@
 
@@ -87,15 +100,17 @@ up: $(VENV)/.app ## the service: SQLite, embedded broker, API, one worker
 test: $(VENV)/.test ## every test, suite by suite
 	@command -v chromium > /dev/null && command -v chromedriver > /dev/null || \
 	  echo "tests/service/test_dashboard_browser.py WILL BE SKIPPED: apt-get install chromium chromium-driver"
-	@$(BIN)/python -m tests.rehearsal.install || echo "the suite rehearsal will be skipped"
+	@$(MAKE) -s rehearsal-wheel || echo "the suite rehearsal will be skipped"
 	@$(BIN)/python .ci/suites.py
+
+rehearsal-wheel: $(VENV)/.app
+	@$(BIN)/python -m tests.rehearsal.install
 
 kernels: $(VENV)/.test ## compile the Triton kernels for every GPU in the table, and write the table anew
 	@$(BIN)/python -m core.train.kernels.triton.compiled --write
 	@$(BIN)/python -m core.docs
 
-rehearsal: $(VENV)/.test ## the tests of GPU code without a GPU: torch's CUDA build over a runtime of ours (527 MB, once)
-	@$(BIN)/python -m tests.rehearsal.install
+rehearsal: $(VENV)/.test rehearsal-wheel ## the tests of GPU code without a GPU: torch's CUDA build over a runtime of ours (527 MB, once)
 	@$(BIN)/python .ci/suites.py rehearsal
 
 chaos: $(VENV)/.test ## a storm of kills on a whole installation: SEED=… MINUTES=30 DB=sqlite|postgres
@@ -110,7 +125,7 @@ smoke: $(VENV)/.test ## EFT_HARDWARE_SMOKE=1: five minutes of real training on t
 check: check-style check-types ## lint, types, import rules, stale docs
 
 check-types: $(VENV)/.test
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers 2
 
 check-style: $(VENV)/.test
 	@$(BIN)/ruff check .

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from core.errors import DataError, EftError, SpecError, plainly
 from core.spec.axes.data import FORMATS, Column, Format, Readable
+from core.train.__main__ import importing
 
 
 def main() -> int:
@@ -124,8 +125,9 @@ def _preview(args: argparse.Namespace) -> dict[str, Any]:
         eval=held_out,
         cache_dir=str(args.models_dir.absolute().parent / "cache"),
     )
-    from core.train.data.preview import preview  # slow: torch and transformers
-    from core.train.model.load import load_tokenizer, quiet
+    with importing():
+        from core.train.data.preview import preview  # slow: torch and transformers
+        from core.train.model.load import load_tokenizer, quiet
 
     quiet()
     found = preview(order, load_tokenizer(prepared.model_dir), _tell_rows)
