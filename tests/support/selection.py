@@ -7,6 +7,7 @@ alone, a run takes one of them, and the commit decides which.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import os
 import subprocess
@@ -54,8 +55,16 @@ def one_in(count: int, cases: Sequence[Any]) -> list[Any]:
 
 def one_a_commit(*cases: Any) -> list[Any]:
     """The case whose turn it is at this commit; the first one where there is no commit."""
-    if EVERYTHING:
-        return list(cases)
+    return list(cases) if EVERYTHING else [cases[turn(len(cases))]]
+
+
+def turn(count: int) -> int:
+    """Which of so many, from 0 on, has its turn at this commit; 0 where there is no commit."""
+    return _commit() % count
+
+
+@functools.cache
+def _commit() -> int:
     root = Path(__file__).resolve().parent.parent.parent
     found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return [cases[int(found.stdout.strip() or "0", 16) % len(cases)]]
+    return int(found.stdout.strip() or "0", 16)
