@@ -77,6 +77,8 @@ def upgrade(database: Database, revision: str = "head", *, scripts: Path = SCRIP
         if not found.fit:
             raise NewerSchema(f"the database {found.words}")
         return
+    if found.fit and revision in ("head", found.head):
+        return
     known = _scripts(scripts)
 
     def missing(at: Any, context: MigrationContext) -> list[RevisionStep]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from importlib.metadata import distributions
+import sys
 from pathlib import Path
 
 LIBRARIES = re.compile(
@@ -17,11 +17,14 @@ without torch."""
 
 def libraries() -> dict[str, str]:
     """Those of LIBRARIES that are installed, by name."""
-    found = {}
-    for distribution in distributions():
-        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+    found: dict[str, str] = {}
+    # By the names of their folders (Python's packaging guide, "Recording installed projects"): to read what lies in
+    # them takes a tenth of a second.
+    for folder in (folder for place in sys.path for folder in Path(place or ".").glob("*.dist-info")):
+        name, _, version = folder.name.removesuffix(".dist-info").partition("-")
+        name = name.lower().replace("_", "-")
         if LIBRARIES.match(name):
-            found[name] = distribution.version
+            found.setdefault(name, version)
     return dict(sorted(found.items()))
 
 

@@ -243,8 +243,18 @@ def database_kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def database_url(request: pytest.FixtureRequest, database_kind: str) -> str:
-    """A new database of this kind; "" is the SQLite file of the data root."""
-    return "" if database_kind == "sqlite" else request.getfixturevalue("postgres_databases")()
+    """A new database of this kind at the newest schema; "" is the SQLite file of the data root."""
+    return "" if database_kind == "sqlite" else request.getfixturevalue("migrated_postgresql")()
+
+
+@pytest.fixture(scope="session")
+def migrated_postgresql(postgres_databases: Callable[..., str]) -> Callable[[], str]:
+    """Call it for the URL of a new database at the newest schema. Migrating one takes longer than copying it."""
+    first = postgres_databases()
+    database = Database(first)
+    upgrade(database)
+    database.dispose()
+    return lambda: postgres_databases(first)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 Two rules. Where cases are a product of axes, every pair of values of two axes occurs once at least: a fault needs one
 value or two together far more often than three. Where a test costs minutes and its cases differ in their surroundings
-alone, a run takes one of them, and the commit decides which.
+alone, or are hundreds and alike, a run takes one of them, or a part, and the commit decides which.
 """
 
 from __future__ import annotations
