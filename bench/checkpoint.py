@@ -33,6 +33,7 @@ from typing import Any
 from bench import wheel
 from bench.report import compare, hardware, show
 from core.train.__main__ import before_torch
+from core.train.checkpoint import engine_state
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "voice-intents" / "train.jsonl"
@@ -260,7 +261,7 @@ class Contest:
 
         if (wrong := store.fault(path)) is not None:
             raise SystemExit(f"{path}: {wrong}")
-        self.engine.load(path)
+        engine_state.load(self.engine, path)
 
     # --- the peers -----------------------------------------------------------------------------------
 

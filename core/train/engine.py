@@ -1,34 +1,30 @@
 """The engine: the primitives every stage is a recipe over.
 
-    forward → backward → (forward → backward …) → step        generate, logprobs        save, load
+    forward → backward → (forward → backward …) → step        generate, logprobs
 
-It holds model (with adapters), optimizer, schedule, random number generators and whatever else is registered as a
-stateful part (the data cursor, the counters of a run). All of it can be captured after any `backward` and restored in
-another process to the bit: gradients of an unfinished accumulation window are part of the state.
+It holds model (with adapters), optimizer, schedule and whatever else is registered as a stateful part (the data cursor,
+the counters of a run). All of it can be saved after any `backward` and restored in another process to the bit
+(core/train/checkpoint/engine_state.py).
 
 It knows nothing of files of rows, events or workers: SFT, preference stages and step sessions call the same verbs.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from weakref import WeakMethod
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from core.errors import EftError
 from core.plan.constants import PROMPT_TOKENS
 from core.spec.axes.optimizer import Optimizer
 from core.train.attention.exact import exact_operators
-from core.train.base.rng import capture_rng, restore_rng
 from core.train.batch import Batch
 from core.train.generation import fallback
 from core.train.generation.generator import SlotGenerator
@@ -85,8 +81,8 @@ class Engine:
     `scaler` scales the loss of a run in fp16: gradients that wait for their step are scaled by it. `updates`: where
     what is trained is kept and updated; None: in the model itself. The optimizer is one over `updates.parameters`.
 
-    Of several `ranks` each has an engine like this one; `step`, `save` with `save_rank`, and `load` are what they do
-    together. Between two steps gradients are a rank's own: nothing is sent after a `backward`.
+    Of several `ranks` each has an engine like this one; `step`, saving and loading are what they do together. Between
+    two steps gradients are a rank's own: nothing is sent after a `backward`.
     """
 
     def __init__(
@@ -342,138 +338,10 @@ class Engine:
         with auto, nullcontext() if self.policy.exact is None else exact_operators(self.device):
             yield
 
-    # --- state ---------------------------------------------------------------------------------------
-
-    def save(self, folder: Path) -> None:
-        """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON. Raises Diverged in
-        place of writing what is no good: after a step without a finite loss or gradient (`step`), or with a weight or
-        an optimizer state that is no finite number. Of several ranks the first does this, all others `save_rank`."""
-        self.save_weights(folder)
-        tensors, numbers = optimizer_state.capture(self.optimizer, self._trained)
-        self._require_finite({**self._trained, **tensors})
-        save_file(_flat(tensors), folder / "optimizer.safetensors")
-        state = {
-            "steps": self.steps,
-            "micro_steps": self.micro_steps,
-            "ranks": self.ranks.world,
-            "optimizer": numbers,
-            "rng": self.save_rank(folder),
-            "parts": {name: part.state_dict() for name, part in self.parts.items()},
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-        }
-        (folder / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
-
-    def _require_finite(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
-                words = f"after step {self.steps}, {name} holds numbers that are not finite"
-                raise Diverged(f"{words}; {REMEDY}", field="optimizer.learning_rate")
-
-    def save_rank(self, folder: Path) -> dict[str, Any]:
-        """Write what each rank has for itself into the folder of `save`: random numbers, and the gradients of the
-        unfinished window. The first rank returns its JSON part, all others write it."""
-        self.updates.synchronize()
-        gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
-        save_file(_flat(gradients), folder / self._own("gradients.safetensors"))
-        tensors, numbers = capture_rng()
-        save_file(_flat(tensors), folder / self._own("rng.safetensors"))
-        if not self.ranks.first:
-            (folder / self._own("rng.json")).write_text(json.dumps(numbers, allow_nan=False), encoding="utf-8")
-        return numbers
-
-    def _own(self, name: str) -> str:
-        """Name of a file that every rank has: `rng.safetensors` of rank 0, `rng-1.safetensors` of rank 1."""
-        stem, _, ending = name.partition(".")
-        return name if self.ranks.first else f"{stem}-{self.ranks.rank}.{ending}"
-
-    def checkpoint_bytes(self) -> int:
-        """Bytes that `save` and `save_rank` would write now, without some kilobytes of JSON and random numbers."""
-        self.updates.synchronize()
-        gradients = [p.grad for p in self._trained.values() if p.grad is not None] * self.ranks.world
-        tensors = [
-            *self._weights().values(),
-            *gradients,
-            *optimizer_state.capture(self.optimizer, self._trained)[0].values(),
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def save_weights(self, folder: Path) -> None:
-        """Write the weights alone, as `load_weights` reads them, into an existing empty folder. Raises Diverged as
-        `save` does."""
-        self.check()
-        self.updates.synchronize()
-        save_file(_flat(self._weights()), folder / "weights.safetensors")
-
-    def assert_in_sync(self) -> None:
-        """Raise RanksDiverged when the ranks do not have the same weights, bit for bit."""
-        self.ranks.assert_in_sync(self._weights())
-
-    def weight_bytes(self) -> int:
-        """Bytes that `save_weights` would write now."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._weights().values())
-
-    def load_weights(self, folder: Path) -> None:
-        """Restore the weights that `save` or `save_weights` wrote; all else stays. ValueError when they belong to
-        another model."""
-        weights = load_file(folder / "weights.safetensors")
-        self.updates.synchronize()
-        here = self._weights()
-        if weights.keys() != here.keys():
-            odd = sorted(weights.keys() ^ here.keys())
-            raise ValueError(f"the checkpoint is of another model: {odd[0]} and {len(odd) - 1} more differ")
-        with torch.no_grad():
-            for name, tensor in here.items():
-                if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype:
-                    raise ValueError(f"the checkpoint is of another model: {name} has another shape or dtype")
-                tensor.copy_(weights[name])
-        self.updates.refresh_weights()
-
-    def load(self, folder: Path, *, without: Collection[str] = ()) -> None:
-        """Restore what `save` and this rank's `save_rank` wrote, but for the parts named in `without`. ValueError when
-        it belongs to another model or optimizer, or to another number of ranks: what each has done of a window is of no
-        use to another number."""
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        if (then := int(state.get("ranks", 1))) != self.ranks.world:
-            raise ValueError(
-                f"it was written by {then} ranks, and this run has {self.ranks.world}; continue with resources.gpus: "
-                f"{then}, or start anew"
-            )
-        self.load_weights(folder)
-        gradients = load_file(folder / self._own("gradients.safetensors"))
-        rescale = self._load_scaler(state.get("scaler"))
-        for name, parameter in self._trained.items():
-            saved = gradients.get(name)
-            parameter.grad = None if saved is None else (saved * rescale).to(parameter.device)
-        tensors = load_file(folder / "optimizer.safetensors")
-        optimizer_state.restore(self.optimizer, self._trained, tensors, state["optimizer"])
-        for name, part in self.parts.items():
-            if name not in without:
-                part.load_state_dict(state["parts"][name])
-        self.steps = int(state["steps"])
-        self.micro_steps = int(state["micro_steps"])
+    def continue_at(self, steps: int, micro_steps: int) -> None:
+        """Count on from there, after a state was restored in which nothing had diverged."""
+        self.steps, self.micro_steps = steps, micro_steps
         self._broken.zero_()
-        numbers = state["rng"]
-        if not self.ranks.first:
-            numbers = json.loads((folder / self._own("rng.json")).read_text(encoding="utf-8"))
-        restore_rng(load_file(folder / self._own("rng.safetensors")), numbers)  # last: nothing may draw after it
-
-    def _load_scaler(self, saved: dict[str, Any] | None) -> float:
-        """Restore the loss scale; the factor that saved gradients must be multiplied by, which is 1 unless the run
-        goes on in another precision than before."""
-        if self.scaler is not None and saved is not None:
-            self.scaler.load_state_dict(saved)
-            return 1.0
-        return (1.0 if self.scaler is None else self.scaler.scale) / (1.0 if saved is None else float(saved["scale"]))
-
-    def _weights(self) -> dict[str, Tensor]:
-        """Trained parameters, and buffers that belong to the model's state and may have changed with them."""
-        buffers = {
-            f"{prefix}.{name}" if prefix else name: buffer
-            for prefix, module in self.model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        }
-        return {**self._trained, **buffers}
 
 
 def build_engine(
@@ -507,7 +375,3 @@ def build_engine(
         ranks=ranks,
         updates=updates,
     )
-
-
-def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}

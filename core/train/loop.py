@@ -22,7 +22,7 @@ from core.spec.run.folder import CHECKPOINTS
 from core.train.base import disk
 from core.train.base.async_metrics import AsyncMetrics, Timestamp, seconds_between, timestamp
 from core.train.base.stop import StopRequested
-from core.train.checkpoint import store
+from core.train.checkpoint import engine_state, store
 from core.train.checkpoint.saving import Saver
 from core.train.data.loaders import StepBatches, StepLoader
 from core.train.engine import REMEDY, Diverged, Engine
@@ -414,9 +414,10 @@ class Loop:
             name = best_name(engine.steps)
             if (left := self.run.folder / CHECKPOINTS / name).exists():  # by a process that died before its checkpoint
                 store.discard(left)
-            needs = engine.weight_bytes()
+            needs = engine_state.weight_bytes(engine)
             disk.check_room(self.run.folder, needs)
-            self._saver.to_disk(lambda: store.write(self.run.folder / CHECKPOINTS, name, engine.save_weights), needs)
+            fill = partial(engine_state.save_weights, engine)
+            self._saver.to_disk(lambda: store.write(self.run.folder / CHECKPOINTS, name, fill), needs)
 
     def _tell_end(self) -> None:
         if isinstance(self.evaluation, NoEvaluation) or not self.stopped_early:

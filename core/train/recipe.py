@@ -24,6 +24,7 @@ from core.train.base.events import EventWriter, NullEventWriter
 from core.train.base.log_lines import LogLines
 from core.train.base.reading import is_panic
 from core.train.base.stop import Stop, StopRequested
+from core.train.checkpoint import engine_state
 from core.train.checkpoint.resume import CURSOR, resume
 from core.train.compiling.prepare import compile_blocks
 from core.train.data.loaders import RowLoader, StepLoader
@@ -158,7 +159,7 @@ def _train(run: Run, compute: Compute) -> None:
         return
     evaluator = evaluator_of(run, engine, stage, tokenizer, data, rollouts)
     resume(run, engine, loader, state, compute.environment, total_steps)
-    engine.assert_in_sync()
+    engine_state.assert_in_sync(engine)
     loop = Loop(run, engine, stage, loader, total_steps, evaluator, state)
     loop.train()
     save(loop, built, tokenizer, data, record)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.spec.axes.optimizer import AdamW
 from core.train.batch import Batch
+from core.train.checkpoint import engine_state
 from core.train.engine import Engine, build_engine
 from core.train.memory.offload.optimizer import OptimizerOffload
 from tests.support.losses import summed
@@ -145,9 +146,9 @@ def test_a_checkpoint_in_mid_window_is_gone_on_with_to_the_bit(device: torch.dev
     window(whole, 0)
     whole.step()
     window(whole, 1)
-    whole.save(tmp_path)
+    engine_state.save(whole, tmp_path)
     again = engine(device, True, torch.bfloat16)
-    again.load(tmp_path)
+    engine_state.load(again, tmp_path)
     for each in (whole, again):
         each.step()
         window(each, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW, Linear
 from core.train.base.rng import seed_all
 from core.train.batch import IGNORE_INDEX, Batch
+from core.train.checkpoint import engine_state
 from core.train.engine import Diverged, Engine, build_engine
 from core.train.evaluation.held_out import evaluate
 from core.train.logits import label_logits
@@ -180,13 +182,14 @@ def test_from_the_first_broken_step_on_nothing_changes(tiny_dir: Path, tmp_path:
         assert torch.equal(parameter, engine.trained_parameters[name]), name
         states = (each.optimizer.state[each.trained_parameters[name]] for each in (engine, calm))
         assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in states), strict=True)), name
-    for write in (engine.check, lambda: engine.save(tmp_path), lambda: engine.save_weights(tmp_path)):
+    saves = (partial(save, engine, tmp_path) for save in (engine_state.save, engine_state.save_weights))
+    for write in (engine.check, *saves):
         with pytest.raises(Diverged, match=r"at step 3; lower optimizer\.learning_rate"):
             write()
     assert not list(tmp_path.iterdir())
     (tmp_path / "good").mkdir()
-    calm.save(tmp_path / "good")
-    engine.load(tmp_path / "good")
+    engine_state.save(calm, tmp_path / "good")
+    engine_state.load(engine, tmp_path / "good")
     engine.check()
     assert train(engine, [[batch(2, 4)]]) == train(calm, [[batch(2, 4)]])
 
@@ -296,10 +299,10 @@ def test_state_at_any_micro_step(tiny_dir: Path, tmp_path: Path, method: LoRA | 
         for part in window:
             folder = tmp_path / f"{number}-{engine.micro_steps}"
             folder.mkdir()
-            engine.save(folder)
+            engine_state.save(engine, folder)
             engine = make(tiny_dir, method=method, autocast=True)
             seed_all(999)
-            engine.load(folder)
+            engine_state.load(engine, folder)
             loss = summed(engine, part)
             engine.backward(loss.total / items)
             loss_sum += float(loss.total.detach())
@@ -348,9 +351,9 @@ def test_an_optimizer_goes_on_with_what_it_keeps_in_its_groups(
     train(undisturbed, windows)
     killed, resumed = fresh(), fresh()
     train(killed, windows[:3])
-    killed.save(tmp_path)
+    engine_state.save(killed, tmp_path)
     train(resumed, windows[:1])
-    resumed.load(tmp_path)
+    engine_state.load(resumed, tmp_path)
     train(resumed, windows[3:])
     for name, parameter in undisturbed.trained_parameters.items():
         assert torch.equal(parameter, resumed.trained_parameters[name]), name
@@ -361,12 +364,12 @@ def test_an_optimizer_state_that_no_checkpoint_can_hold_is_refused_by_its_name(t
     train(engine, [[batch(2)]])
     next(iter(engine.optimizer.state.values()))["projector"] = object()
     with pytest.raises(TypeError, match="projector as object"):
-        engine.save(tmp_path)
+        engine_state.save(engine, tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    make(tiny_dir).save(tmp_path)
+    engine_state.save(make(tiny_dir), tmp_path)
     with pytest.raises(ValueError, match="another model"):
-        make(tiny_dir, method=None).load(tmp_path)
+        engine_state.load(make(tiny_dir, method=None), tmp_path)
     with pytest.raises(ValueError, match="another shape"):
-        make(tiny_dir, method=LoRA(r=8, lora_alpha=8)).load(tmp_path)
+        engine_state.load(make(tiny_dir, method=LoRA(r=8, lora_alpha=8)), tmp_path)

@@ -15,6 +15,7 @@ from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.base.rng import seed_all
 from core.train.base.stop import Stop
 from core.train.batch import IGNORE_INDEX, Batch
+from core.train.checkpoint import engine_state
 from core.train.engine import Diverged, Engine, build_engine
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model, load_tokenizer
@@ -171,9 +172,9 @@ def test_the_scaler_goes_into_the_checkpoint_in_mid_window(tiny_dir: Path, tmp_p
     undisturbed.backward(summed(undisturbed, batch(80)).total / 60)
     folder = tmp_path / "saved"
     folder.mkdir()
-    undisturbed.save(folder)
+    engine_state.save(undisturbed, folder)
     resumed = make(tiny_dir, scale=1024.0, interval=4)
-    resumed.load(folder)
+    engine_state.load(resumed, folder)
     assert resumed.scaler is not None and undisturbed.scaler is not None
     assert resumed.scaler.state_dict() == undisturbed.scaler.state_dict()
     assert resumed.scaler.skipped > 0
@@ -193,9 +194,9 @@ def test_gradients_of_a_window_are_rescaled_for_another_precision(
     engine = make(tiny_dir, scale=1024.0) if to is None else make(tiny_dir)
     engine.backward(summed(engine, batch(0)).total / 30)
     (tmp_path / "saved").mkdir()
-    engine.save(tmp_path / "saved")
+    engine_state.save(engine, tmp_path / "saved")
     other = make(tiny_dir, scale=to)
-    other.load(tmp_path / "saved")
+    engine_state.load(other, tmp_path / "saved")
     factor = 1 / 1024.0 if to is None else to
     for name, parameter in other.trained_parameters.items():
         saved = engine.trained_parameters[name].grad

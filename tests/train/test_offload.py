@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from core.errors import ModelError
 from core.spec.axes.optimizer import AdamW
 from core.train.batch import Batch
+from core.train.checkpoint import engine_state
 from core.train.engine import Diverged, Engine, build_engine
 from core.train.memory.narrow_dtypes import narrow_parameters
 from core.train.memory.offload import optimizer as module
@@ -176,10 +177,10 @@ def test_a_checkpoint_of_each_is_gone_on_with_as_the_other(tmp_path: Path) -> No
         begun.backward(summed(begun, one).total / one.label_tokens / 2)
         folder = tmp_path / f"{first}-{then}"
         folder.mkdir()
-        begun.save(folder)
-        assert begun.checkpoint_bytes() < sum(path.stat().st_size for path in folder.iterdir())
+        engine_state.save(begun, folder)
+        assert engine_state.checkpoint_bytes(begun) < sum(path.stat().st_size for path in folder.iterdir())
         ended = engine_of(model_of("qwen2"), then)
-        ended.load(folder)
+        engine_state.load(ended, folder)
         one = batch(3)
         ended.backward(summed(ended, one).total / one.label_tokens / 2)
         ended.step()
@@ -188,7 +189,7 @@ def test_a_checkpoint_of_each_is_gone_on_with_as_the_other(tmp_path: Path) -> No
         window(ended, 3)
         ended.updates.synchronize()
         assert same(([], state(ended)), ([], wanted[1]))
-        ended.load_weights(folder)
+        engine_state.load_weights(ended, folder)
         begun.zero_grad()
         for engine in (begun, ended):
             with engine.inference() as model:
@@ -385,7 +386,8 @@ def test_an_error_in_an_update_surfaces_and_nothing_half_updated_is_kept(tmp_pat
         with pytest.raises(ZeroDivisionError, match="in the third unit"):
             engine.step()
             summed(engine, batch(2))
-        for verb in (lambda: engine.save(tmp_path), engine.step, engine.zero_grad, lambda: engine.load(tmp_path)):
+        save, load = (partial(verb, engine, tmp_path) for verb in (engine_state.save, engine_state.load))
+        for verb in (save, engine.step, engine.zero_grad, load):
             with pytest.raises((ZeroDivisionError, FileNotFoundError)):
                 verb()
         assert not list(tmp_path.glob("weights*"))

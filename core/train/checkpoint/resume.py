@@ -10,7 +10,7 @@ from core.errors import SpecError
 from core.plan.drift import Result, worst
 from core.spec.run.manifest import MANIFEST
 from core.spec.run.orders import ResumePoint
-from core.train.checkpoint import store
+from core.train.checkpoint import engine_state, store
 from core.train.data.loaders import StepLoader
 from core.train.engine import Engine
 from core.train.model.record import Environment
@@ -37,7 +37,7 @@ def resume(
         return
     rows = point is None or point.same_rows
     try:
-        engine.load(Path(path), without=() if rows else (CURSOR,))
+        engine_state.load(engine, Path(path), without=() if rows else (CURSOR,))
     except ValueError as error:
         raise SpecError(f"{Path(path).name} belongs to another run: {error}", code="checkpoint_mismatch") from error
     step, before = engine.steps, engine.micro_steps

@@ -18,7 +18,7 @@ from typing import TypeVar
 from core.spec.run.folder import CHECKPOINTS
 from core.storage.checkpoints import copy_checkpoint, name_for
 from core.train.base import disk
-from core.train.checkpoint import store
+from core.train.checkpoint import engine_state, store
 from core.train.engine import Engine
 from core.train.memory.available import available_bytes
 from core.train.run import Run
@@ -90,11 +90,11 @@ class Saver:
         out where that has no room. Raises NoSpace with its size, and Diverged in place of keeping what is no good."""
         engine, ranks = self._engine, self._engine.ranks
         began = time.monotonic()
-        engine.assert_in_sync()
+        engine_state.assert_in_sync(engine)
         if ranks.first:
             self._save(began, lasting)
         elif folder := ranks.broadcast(""):
-            engine.save_rank(Path(folder))
+            engine_state.save_rank(engine, Path(folder))
             ranks.barrier()
         ranks.barrier()  # a rank that leaves now leaves its part behind
 
@@ -102,7 +102,7 @@ class Saver:
         """The first rank's part; the others put theirs into the same folder before it is complete."""
         self.finish()
         engine, ranks = self._engine, self._engine.ranks
-        step, micro, needs = engine.steps, engine.micro_steps, engine.checkpoint_bytes()
+        step, micro, needs = engine.steps, engine.micro_steps, engine_state.checkpoint_bytes(engine)
         if lasting:
             disk.check_room(self._run.folder, needs)
         memory = self._memory if self._memory is not None and self._has_room(self._memory, needs) else None
@@ -112,7 +112,7 @@ class Saver:
 
         def fill(aside: Path) -> None:
             ranks.broadcast(str(aside))
-            engine.save(aside)
+            engine_state.save(engine, aside)
             ranks.barrier()
 
         name = name_for(self._root, step, micro)

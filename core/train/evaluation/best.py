@@ -7,7 +7,7 @@ from typing import Any
 
 from core.spec.axes.runtime import NoEvaluation
 from core.spec.run.checkpoint_names import best_name
-from core.train.checkpoint import store
+from core.train.checkpoint import engine_state, store
 from core.train.engine import Engine
 from core.train.evaluation.early_stopping import early_stopping
 from core.train.run import Run
@@ -36,7 +36,7 @@ def load_best_model(
         if not folder.is_dir():
             continue
         if (fault := store.fault(folder)) is None:
-            engine.load_weights(folder)
+            engine_state.load_weights(engine, folder)
             words = f"the exported weights are those after step {step}, the best by {metric}"
             if step == 0:
                 words += ": nothing that was trained is better than the untrained model"
