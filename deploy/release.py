@@ -91,7 +91,8 @@ def make(into: Path, tag: str | None) -> list[Path]:
     epoch = git("show", "-s", "--format=%ct", "HEAD").decode().strip()
     with tempfile.TemporaryDirectory(prefix="eft-release-") as folder:
         with tarfile.open(fileobj=BytesIO(git("archive", "--format=tar", "HEAD"))) as files:
-            files.extractall(folder, filter="data")
+            files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python has it since 3.11.4
+            files.extractall(folder)
         source = Path(folder)
         number = version(source)
         if tag not in (None, f"v{number}"):
