@@ -25,6 +25,10 @@ for name in ("COLUMNS", "LINES"):
 # Before torch reads it: a process in which OpenMP has had threads cannot be forked (tests/support/trainer.py: run).
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# In each new folder of compiled code torch compiles programs, for eight seconds of processor time, to see whether the
+# compiler can do what the processor says it can.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:

@@ -281,7 +281,7 @@ def _lines(journal: Path) -> list[dict]:  # type: ignore[type-arg]
 
 
 def _matters(name: str) -> bool:
-    if name == "TORCHINDUCTOR_CACHE_DIR":  # torch sets it itself; where compiled code lies does not change it
+    if name.startswith("TORCHINDUCTOR_"):  # it compiles no part; torch sets some of them itself
         return False
     known = {variable for fault in faults.FAULTS for variable in fault.set} | set(faults.ALLOCATOR_VARIABLES)
     return name in known or bool(re.match(r"^(HSA|HIPBLASLT|ROCBLAS|TORCH|NVIDIA|PYTORCH|EFT_KERNELS)", name))
