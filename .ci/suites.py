@@ -58,7 +58,7 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
             *("resume", "train/test_streaming.py", "train/test_tokens.py", "train/test_hostile_models.py", "oracle"),
             *("train", "kernels", "render"),
         ],
-        ["-n", "2", *LONGEST_FIRST],
+        ["-n", "3", *LONGEST_FIRST],
     ),
     # Tests of trackers wait a minute for real ones: begun last, their file would leave the processors idle.
     "rest": (4.5, ["unit/test_tracking.py", "db", "unit"], ["-n", "3", *LONGEST_FIRST]),
