@@ -73,12 +73,10 @@ def upgrade(database: Database, revision: str = "head", *, scripts: Path = SCRIP
     A database of a newer version stays as it is. Raises NewerSchema when this one may not use it.
     """
     found = standing(database, scripts)
+    if found.fit:
+        return
     if found.newer:
-        if not found.fit:
-            raise NewerSchema(f"the database {found.words}")
-        return
-    if found.fit and revision in ("head", found.head):
-        return
+        raise NewerSchema(f"the database {found.words}")
     known = _scripts(scripts)
 
     def missing(at: Any, context: MigrationContext) -> list[RevisionStep]:

@@ -235,7 +235,7 @@ GREEDY = {
 
 @pytest.fixture(scope="module")
 def greedy() -> dict[str, tuple[str, float]]:
-    """What became of each, in a process that has a gigabyte to spare and gives each four tenths of a second."""
+    """What became of each, in a process that has a gigabyte to spare and gives each a second."""
     call = [sys.executable, "-m", "tests.support.templates_child"]
     ended = subprocess.run(call, input=json.dumps(GREEDY), capture_output=True, text=True, check=False, timeout=300)
     told = [json.loads(line) for line in ended.stdout.splitlines()]

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import ast
 import atexit
-import contextlib
 import functools
 import importlib
 import os
 import pkgutil
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,31 +48,21 @@ os._exit(code)
 
 @functools.cache
 def program() -> str:
-    """The path of `eft` for all tests of this process."""
-    until_the_end = contextlib.ExitStack()
-    atexit.register(until_the_end.close)
-    folder = until_the_end.enter_context(tempfile.TemporaryDirectory(prefix="eft-tests-"))
-    return str(until_the_end.enter_context(_programs(Path(folder))) / "eft")
-
-
-@contextlib.contextmanager
-def _programs(folder: Path) -> Iterator[Path]:
-    """A folder with the program `eft`, made in `folder`."""
-    address = folder / "eft.socket"
+    """The path of `eft` for all tests of this process, alone in its folder."""
+    folder = Path(tempfile.mkdtemp(prefix="eft-tests-"))
+    atexit.register(shutil.rmtree, folder)
+    address = str(folder / "eft.socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind(str(address))
+        listening.bind(address)
         listening.listen(64)
         number = listening.fileno()
         command = [sys.executable, "-m", __name__, str(number)]
         server = subprocess.Popen(command, cwd=HOME, pass_fds=[number], stdin=subprocess.DEVNULL)
-    program = folder / "eft"
-    program.write_text(PROGRAM.format(python=sys.executable, address=str(address)))
-    program.chmod(0o755)
-    try:
-        yield folder
-    finally:
-        server.kill()
-        server.wait()
+    atexit.register(server.kill)
+    found = folder / "eft"
+    found.write_text(PROGRAM.format(python=sys.executable, address=address))
+    found.chmod(0o755)
+    return str(found)
 
 
 def main() -> None:

@@ -309,8 +309,10 @@ def try_cell(cell: Cell, model: Path, folder: Path, cache: Path) -> None:
     if cell.compiled:
         for of in (calm, second):
             record = events(of, "run_record")[0]["record"]["compile"]
-            told = any(notice["code"] == "compile_fallback" for notice in events(of, "notice"))
-            assert told if record["eager"] else record["compiled"] == record["blocks"], record
+            if METHODS[cell.method].get("use_dora"):  # docs/performance.md: computed as without it, and told
+                assert record["eager"] and "compile_fallback" in [one["code"] for one in events(of, "notice")], record
+            else:
+                assert record["compiled"] == record["blocks"] and not record["eager"], record
     for outcome in events(second, "result")[0]["result"].get("export", ()):
         assert outcome["released"], outcome
 

@@ -2,12 +2,11 @@
 
 Two rules. Where cases are a product of axes, every pair of values of two axes occurs once at least: a fault needs one
 value or two together far more often than three. Where a test costs minutes and its cases differ in their surroundings
-alone, or are hundreds and alike, a run takes one of them, or a part, and the commit decides which.
+alone, a run takes one of them, and the commit decides which.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
 import os
 import subprocess
@@ -55,16 +54,8 @@ def one_in(count: int, cases: Sequence[Any]) -> list[Any]:
 
 def one_a_commit(*cases: Any) -> list[Any]:
     """The case whose turn it is at this commit; the first one where there is no commit."""
-    return list(cases) if EVERYTHING else [cases[turn(len(cases))]]
-
-
-def turn(count: int) -> int:
-    """Which of so many, from 0 on, has its turn at this commit; 0 where there is no commit."""
-    return _commit() % count
-
-
-@functools.cache
-def _commit() -> int:
+    if EVERYTHING:
+        return list(cases)
     root = Path(__file__).resolve().parent.parent.parent
     found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return int(found.stdout.strip() or "0", 16)
+    return [cases[int(found.stdout.strip() or "0", 16) % len(cases)]]

@@ -16,7 +16,7 @@ from core.train.render.jinja.template import Asked, ChatTemplate
 
 MEMORY = 1 << 30
 """Bytes beyond what the interpreter has: less than half of what any of the cases asks for."""
-SECONDS = 0.4
+SECONDS = 1.0
 MESSAGES = [{"role": "user", "content": "a" * 1000}, {"role": "assistant", "content": "b" * 1000}]
 
 

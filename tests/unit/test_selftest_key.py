@@ -22,9 +22,10 @@ TORCH = "__version__ = '2.13.0+rocm7.2'\nhip = '7.2.26015'\nrocm = '7.2.0'\n"
         "rocm_sdk_core-7.2.1.dist-info",
         "rocm_sdk_libraries_gfx110x_all-7.2.1.dist-info",
         "nvidia_cublas-13.1.0.dist-info",
+        "amd_aiter-0.1.5.egg-info",
         TORCH.replace("26015", "26043"),
     ],
-    ids=["nothing", "runtime", "libraries", "cublas", "torch"],
+    ids=["nothing", "runtime", "libraries", "cublas", "developed", "torch"],
 )
 def test_a_verdict_ends_with_the_libraries_it_was_made_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
@@ -32,9 +33,12 @@ def test_a_verdict_ends_with_the_libraries_it_was_made_with(
     """Real packages' metadata and a real version.py, in a folder where this interpreter finds them first."""
 
     def install(name: str) -> None:
-        package, _, number = name.removesuffix(".dist-info").rpartition("-")
+        stem, _, kind = name.rpartition(".")
+        package, _, number = stem.rpartition("-")
         (tmp_path / name).mkdir()
-        (tmp_path / name / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
+        (tmp_path / name / ("METADATA" if kind == "dist-info" else "PKG-INFO")).write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n"
+        )
 
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torch", raising=False)  # as in a worker, which has none imported
@@ -50,6 +54,10 @@ def test_a_verdict_ends_with_the_libraries_it_was_made_with(
     card = SelfTestDevice("0", CARD, {})
     before = key_of(card)
     assert before == key_of(SelfTestDevice("1", CARD, {})), "of two workers"
+    assert before == key_of(SelfTestDevice("0", CARD, {"TORCHINDUCTOR_CACHE_DIR": "/tmp/x"})), (
+        "no part is compiled by it"
+    )
+    assert before != key_of(SelfTestDevice("0", CARD, {"TORCH_BLAS_PREFER_HIPBLASLT": "0"}))
     if change == "nothing":
         install("somebody_else-2.0.dist-info")
         assert key_of(card) == before

@@ -21,9 +21,9 @@ from core.train.ranks.group import ProcessGroup
 
 
 def save(engine: Engine, folder: Path) -> None:
-    """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON. Raises Diverged in
-    place of writing what is no good: after a step without a finite loss or gradient (`step`), or with a weight or
-    an optimizer state that is no finite number. Of several ranks the first does this, all others `save_rank`."""
+    """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON. Of several ranks the
+    first does this, all others `save_rank`. Raises Diverged in place of writing what is no good: after a step without a
+    finite loss or gradient (`Engine.step`), or with a weight or an optimizer state that is no finite number."""
     save_weights(engine, folder)
     tensors, numbers = optimizer_state.capture(engine.optimizer, engine.trained_parameters)
     _require_finite(engine, {**engine.trained_parameters, **tensors})
