@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from core.train.optim.momentum import Groups, with_gradient
+from core.train.optim.momentum import Groups, each_with_gradient
 
 TINY = 1e-30
 """Added to squared gradients."""
@@ -56,23 +56,22 @@ class AdaLomoOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter, gradient in zip(*with_gradient(group), strict=True):
-                state = self._state(parameter)
-                state["step"] += 1
-                forget = float(state["step"]) ** group["decay"]
-                squares = gradient.square().add_(TINY)
-                if "exp_avg_sq" in state:
-                    scale = state["exp_avg_sq"].lerp_(squares, forget).rsqrt()
-                else:
-                    rows = state["exp_avg_sq_row"].lerp_(squares.mean(-1), forget)
-                    columns = state["exp_avg_sq_col"].lerp_(squares.mean(-2), forget)
-                    of_rows = (rows / rows.mean(-1, keepdim=True)).rsqrt().unsqueeze(-1)
-                    scale = of_rows * columns.rsqrt().unsqueeze(-2)
-                update = gradient * scale
-                update /= (_rms(update) / group["clip_threshold"]).clamp(min=1.0)
-                size = _rms(parameter).clamp(min=group["eps"])
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(update * (size * group["lr"]))
+        for group, parameter, gradient in each_with_gradient(self):
+            state = self._state(parameter)
+            state["step"] += 1
+            forget = float(state["step"]) ** group["decay"]
+            squares = gradient.square().add_(TINY)
+            if "exp_avg_sq" in state:
+                scale = state["exp_avg_sq"].lerp_(squares, forget).rsqrt()
+            else:
+                rows = state["exp_avg_sq_row"].lerp_(squares.mean(-1), forget)
+                columns = state["exp_avg_sq_col"].lerp_(squares.mean(-2), forget)
+                of_rows = (rows / rows.mean(-1, keepdim=True)).rsqrt().unsqueeze(-1)
+                scale = of_rows * columns.rsqrt().unsqueeze(-2)
+            update = gradient * scale
+            update /= (_rms(update) / group["clip_threshold"]).clamp(min=1.0)
+            size = _rms(parameter).clamp(min=group["eps"])
+            parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(update * (size * group["lr"]))
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,13 @@ def with_gradient(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters of a group that have a gradient, and the gradients."""
     found: list[Tensor] = [p for p in group["params"] if p.grad is not None]
     return found, [p.grad for p in found if p.grad is not None]
+
+
+def each_with_gradient(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+    """(group, parameter, gradient) of every parameter that has one."""
+    for group in optimizer.param_groups:
+        for parameter, gradient in zip(*with_gradient(group), strict=True):
+            yield group, parameter, gradient
 
 
 class LionOptimizer(torch.optim.Optimizer):

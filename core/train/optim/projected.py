@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from core.train.optim.momentum import Groups, with_gradient
+from core.train.optim.momentum import Groups, each_with_gradient
 
 Kind = Literal["galore", "apollo", "apollo_mini"]
 GROWTH = 1.01
@@ -46,16 +46,13 @@ class ProjectedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter, gradient in zip(*with_gradient(group), strict=True):
-                state: dict[str, Tensor] = self.state[parameter]
-                if group["rank"] and self._kind == "galore":
-                    self._galore(parameter, gradient, state, group)
-                    continue
-                update = (
-                    self._apollo(parameter, gradient, state, group) if group["rank"] else _adam(gradient, state, group)
-                )
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        for group, parameter, gradient in each_with_gradient(self):
+            state: dict[str, Tensor] = self.state[parameter]
+            if group["rank"] and self._kind == "galore":
+                self._galore(parameter, gradient, state, group)
+                continue
+            update = self._apollo(parameter, gradient, state, group) if group["rank"] else _adam(gradient, state, group)
+            parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     def _galore(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         """Decay, projection back and step are one product, which writes the parameter once."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from core.plan.optimizers import QUANTISED_FROM
 from core.train.kernels.adamw import AdamNumbers, QuantisedMeans, adam_step, pack, quantised_step, unpack
 from core.train.kernels.native import adamw_step, serves
-from core.train.optim.momentum import Groups, with_gradient
+from core.train.optim.momentum import Groups, each_with_gradient
 from core.train.quant.layout import dynamic_map
 
 Maps = Callable[[torch.device], tuple[Tensor, Tensor]]
@@ -73,20 +73,19 @@ class QuantisedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter, gradient in zip(*with_gradient(group), strict=True):
-                state = self._state(parameter)
-                state["step"] += 1
-                numbers = AdamNumbers.of_step(group, int(state["step"]))
-                if "exp_avg" in state:
-                    adam_step(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], numbers)
-                    continue
-                (mean, of_mean), (root, of_root) = ((state[name], state[f"{name}_scale"]) for name in NAMES)
-                maps = self._maps(parameter.device)
-                means = QuantisedMeans(mean, of_mean, root, of_root, maps, self._block, self._bits)
-                flat = parameter.view(-1)
-                compiled = flat.device.type == "cpu" and flat.dtype == torch.float32 and serves(flat.dtype)
-                (adamw_step if compiled else quantised_step)(flat, gradient.reshape(-1), means, numbers)
+        for group, parameter, gradient in each_with_gradient(self):
+            state = self._state(parameter)
+            state["step"] += 1
+            numbers = AdamNumbers.of_step(group, int(state["step"]))
+            if "exp_avg" in state:
+                adam_step(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], numbers)
+                continue
+            (mean, of_mean), (root, of_root) = ((state[name], state[f"{name}_scale"]) for name in NAMES)
+            maps = self._maps(parameter.device)
+            means = QuantisedMeans(mean, of_mean, root, of_root, maps, self._block, self._bits)
+            flat = parameter.view(-1)
+            compiled = flat.device.type == "cpu" and flat.dtype == torch.float32 and serves(flat.dtype)
+            (adamw_step if compiled else quantised_step)(flat, gradient.reshape(-1), means, numbers)
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
