@@ -80,6 +80,8 @@ AGAIN = (
 MOST = 3
 SLOWEST = 10
 """Tests and files of a suite that its end names."""
+LAST_LINES = 12
+"""Of each failed test, in the last words of the run: who reads a log from its end finds what to mend."""
 BROKEN = "an invariant was broken"
 """In what a storm of tests/chaos says: seen once is enough."""
 
@@ -216,7 +218,7 @@ def main() -> int:
         sys.exit(f"in no suite, so never run: {strays}")
 
     factor = slowness()
-    rows, failed, unsteady = [], False, list[Unsteady]()
+    rows, failed, unsteady, faults = [], False, list[Unsteady](), list[Fault]()
     for name in chosen:
         minutes, names, options = SUITES[name]
         minutes *= factor
@@ -233,6 +235,7 @@ def main() -> int:
         if outcome.code != 0:
             found = run_again(outcome)
             verdict = "failed" if found is None else f"{verdict}, {len(found)} UNSTEADY"
+            faults += outcome.faults if found is None else []
             unsteady += found or []
         failed |= verdict == "failed" or ("over" in verdict and os.environ.get("CI") == "true")
         rows.append((name, minutes, took, 100 * busy / max(all_of_it, 1), verdict))
@@ -245,6 +248,8 @@ def main() -> int:
     print(f"{'total':<10}{sum(row[1] for row in rows):>8.1f}{sum(row[2] for row in rows):>8.1f}")
     for one in unsteady:
         print(f"UNSTEADY, to be mended: {one.test}")
+    for fault in faults:
+        print("\n".join((f"FAILED in {fault.when}: {fault.test}", *fault.text.splitlines()[-LAST_LINES:])))
     return int(failed)
 
 

@@ -100,7 +100,8 @@ def mlflow_has_a_run(path: Path) -> bool:
     if not path.exists():
         return False
     with closing(sqlite3.connect(path)) as database:
-        return bool(database.execute("SELECT count(*) FROM runs").fetchone()[0])
+        there = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'runs'").fetchone()  # the file comes first
+        return there is not None and bool(database.execute("SELECT count(*) FROM runs").fetchone()[0])
 
 
 def test_each_point_is_read_once_over_attempts_that_repeat_steps(tmp_path: Path) -> None:
