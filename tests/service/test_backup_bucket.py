@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -32,14 +33,19 @@ from tests.support.killed import killed
 ADA = Actor("user-ada", "proj-lab")
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with boxes.object_store(tmp_path_factory.mktemp("s3")) as port:
+        yield port
+
+
 @pytest.fixture
-def settings(tmp_path: Path) -> Iterator[Settings]:
-    (tmp_path / "s3").mkdir()
-    with boxes.object_store(tmp_path / "s3") as port:
-        url = f"http://127.0.0.1:{port}"
-        assert httpx.put(f"{url}/lab", trust_env=False).status_code == 200
-        keys = {"s3_access_key_id": "lab", "s3_secret_access_key": "secret"}
-        yield Settings(data="s3://lab/eft", work=tmp_path / "work", s3_endpoint=url, min_free_bytes=0, **keys)
+def settings(server: int, tmp_path: Path) -> Settings:
+    """A bucket and a work folder of the test's own."""
+    url, name = f"http://127.0.0.1:{server}", f"lab-{secrets.token_hex(4)}"
+    assert httpx.put(f"{url}/{name}", trust_env=False).status_code == 200
+    keys = {"s3_access_key_id": "lab", "s3_secret_access_key": "secret"}
+    return Settings(data=f"s3://{name}/eft", work=tmp_path / "work", s3_endpoint=url, min_free_bytes=0, **keys)
 
 
 def installed(settings: Settings) -> tuple[Store, Database, str]:
@@ -68,7 +74,7 @@ def test_a_backup_beside_a_bucket_keeps_the_database(settings: Settings, tmp_pat
     with pytest.raises(backups.BackupError, match="set EFT_DATA"):
         restore(Settings(data=str(tmp_path / "folder")), kept)
     new = settings.model_copy(update={"work": tmp_path / "new"})
-    with pytest.raises(backups.BackupError, match="jobs are at work in s3://lab/eft: runs/"):
+    with pytest.raises(backups.BackupError, match=f"jobs are at work in {settings.data}: runs/"):
         restore(new, kept)
     assert bucket.size(f"runs/{job_id}/attempt-3/log.txt") == 1, "a trial beside a live installation does no harm"
     new = new.model_copy(update={"lease_seconds": 0.0})  # nobody has written for that long

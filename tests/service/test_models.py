@@ -16,7 +16,8 @@ from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import Failed, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.registry import entries
 from tests.service.conftest import MODEL, Api
-from tests.support.client import EFT, eft, environment
+from tests.support.client import eft, environment
+from tests.support.eft_forks import program
 from tests.support.hub import Hub
 from tests.support.hub_push import Written, taking
 
@@ -306,7 +307,7 @@ ADAPTER = {name.removeprefix("adapter/"): data for name, data in PUSHED.items() 
 def push(api: Api, hub: Hub, home: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     known = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
     settings = environment(api, **known | more)
-    return subprocess.run([EFT, "push", *arguments], env=settings, capture_output=True, text=True, check=False)
+    return subprocess.run([program(), "push", *arguments], env=settings, capture_output=True, text=True, check=False)
 
 
 def test_a_push_is_one_commit_and_a_second_one_sends_what_is_new(api: Api, tmp_path: Path) -> None:

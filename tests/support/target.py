@@ -108,9 +108,10 @@ def verifies(got: Got, secret: str, tolerance: float = 300.0) -> bool:
 
 
 def until(holds: Callable[[], object], seconds: float = 90.0, step: Callable[[], object] = lambda: None) -> None:
-    """Do `step` again and again until it holds."""
-    deadline = time.monotonic() + seconds
+    """Do `step` again and again until it holds: the more seldom, the longer it takes."""
+    began = time.monotonic()
     while not holds():
         step()
-        assert time.monotonic() < deadline, "it does not come to pass"
-        time.sleep(0.02)
+        waited = time.monotonic() - began
+        assert waited < seconds, "it does not come to pass"
+        time.sleep(min(0.2, max(0.02, waited / 10)))
