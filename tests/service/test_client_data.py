@@ -15,13 +15,15 @@ from rich.console import Console
 
 from tests.support.eft_forks import program
 
+MODULES = ("core.train.entry.data", "core.train.data.preview", "core.train.model.load")
+"""What `eft data` starts, and what that imports."""
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("EFT_") and k not in ("NO_COLOR", "FORCE_COLOR")}
 
 
 def eft(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Nothing listens anywhere, and no key is set."""
     environment = CLEAN | {"EFT_URL": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"} | more
-    line = [program(), *arguments]
+    line = [program(*MODULES), *arguments]
     done = subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
     assert "Traceback" not in done.stderr, done.stderr
     return done

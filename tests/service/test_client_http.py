@@ -13,7 +13,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import termios
 import threading
 import time
@@ -25,9 +24,10 @@ import pytest
 from eft import ApiError, Client, NotEft, Unreachable
 
 from core.jobs.lifecycle.finish import Failed, Requeued, Succeeded
+from tests.support import forks
 from tests.support.client import EFT, Cutter, client, eft, environment
+from tests.support.eft_forks import program
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 ROW = '{"prompt": "lamp %d on", "completion": "lamp.on"}\n'
 JOB = "model: HuggingFaceTB/SmolLM2-135M-Instruct\ndata: rows.jsonl\nmethod: lora\n"
 
@@ -54,7 +54,7 @@ def job_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def test_watch_ends_as_the_job_does(api: Any, outcome: Any, code: int, words: str) -> None:
     job_id, token = api.start_job()
     watcher = subprocess.Popen(
-        [EFT, "watch", job_id], env=environment(api), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [program(), "watch", job_id], env=environment(api), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     api.tell(
         token,
@@ -225,7 +225,7 @@ def test_login_keeps_a_key_that_works(api: Any, tmp_path: Path) -> None:
     there = environment(api, XDG_CONFIG_HOME=str(tmp_path), EFT_API_KEY="")
 
     def login(key: str) -> int:
-        command = [EFT, "login", "--key-stdin", "--url", api.url]
+        command = [program(), "login", "--key-stdin", "--url", api.url]
         return subprocess.run(
             command, env=there, input=key + "\n", text=True, capture_output=True, check=False
         ).returncode
@@ -233,7 +233,7 @@ def test_login_keeps_a_key_that_works(api: Any, tmp_path: Path) -> None:
     assert login("eft_wrong") == 5 and not (tmp_path / "eft").exists()
     assert login(api.key) == 0
     assert (tmp_path / "eft" / "config.toml").stat().st_mode & 0o777 == 0o600
-    done = subprocess.run([EFT, "ls"], env=there, capture_output=True, text=True, check=False)
+    done = subprocess.run([program(), "ls"], env=there, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -243,7 +243,7 @@ def test_a_narrow_terminal(api: Any, no_color: bool) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     more = {"TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {})
-    process = subprocess.Popen([EFT, "ls", "-n", "1"], env=environment(api, **more), stdout=slave, stderr=slave)
+    process = subprocess.Popen([program(), "ls", "-n", "1"], env=environment(api, **more), stdout=slave, stderr=slave)
     os.close(slave)
     seen = b""
     with contextlib.suppress(OSError):  # EIO: the other side is closed
@@ -265,20 +265,22 @@ def start_again(api: Any) -> None:
     settings = {"EFT_DATA": str(api.root), "EFT_DATABASE_URL": api.database_url, "EFT_PORT": api.url.rpartition(":")[2]}
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
     with api.log_file.open("ab") as log:
-        api.process = subprocess.Popen(
-            [sys.executable, "-m", "api"], cwd=ROOT, env=clean | settings, stdout=log, stderr=log
-        )
+        api.process = forks.start("api", environment=clean | settings, log=log.fileno())
 
 
 def test_watching_survives_a_kill_of_the_server(start_api: Any) -> None:
     with start_api() as api:
         job_id, token = api.start_job()
-        command = [EFT, "watch", job_id, "--json"]
+        command = [program(), "watch", job_id, "--json"]
         watcher = subprocess.Popen(command, env=environment(api), stdout=subprocess.PIPE, text=True)
         assert watcher.stdout is not None
         first = json.loads(watcher.stdout.readline())
         looker = subprocess.Popen(
-            [EFT, "watch", job_id], env=environment(api), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [program(), "watch", job_id],
+            env=environment(api),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert looker.stderr is not None
         looker.stderr.readline()

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,11 +21,11 @@ from rich.console import Console
 
 from core.jobs.lifecycle.finish import Failed, Requeued, Succeeded
 from core.spec.run.folder import LOG_FILE
+from tests.support import forks
 from tests.support.client import EFT, environment
+from tests.support.eft_forks import program
 from tests.support.service import wait_for
 from tests.support.terminal import Terminal
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture
@@ -48,9 +47,7 @@ def start_again(api: Any) -> None:
     settings = {"EFT_DATA": str(api.root), "EFT_DATABASE_URL": api.database_url, "EFT_PORT": api.url.rpartition(":")[2]}
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
     with api.log_file.open("ab") as log:
-        api.process = subprocess.Popen(
-            [sys.executable, "-m", "api"], cwd=ROOT, env=clean | settings, stdout=log, stderr=log
-        )
+        api.process = forks.start("api", environment=clean | settings, log=log.fileno())
 
 
 def write_log(api: Any, job_id: str, attempt: int, data: bytes) -> None:
@@ -71,11 +68,13 @@ def test_a_server_that_is_killed_and_comes_back(start_api: Any, tmp_path: Path, 
         api.tell(token, *steps(33))
         write_log(api, job_id, token.attempt, "first line\nhalf of ü: ".encode() + "ü".encode()[:1])
 
-        screen = Terminal([EFT, "watch"], environment(api, COLUMNS="200", LINES="90"))  # stale: it asks the terminal
+        screen = Terminal(
+            [program(), "watch"], environment(api, COLUMNS="200", LINES="90")
+        )  # stale: it asks the terminal
         terminals.append(screen)
         followed, notes = tmp_path / "followed", tmp_path / "notes"
         with followed.open("wb") as out, notes.open("wb") as err:
-            follower = subprocess.Popen([EFT, "logs", "-f", job_id], env=environment(api), stdout=out, stderr=err)
+            follower = subprocess.Popen([program(), "logs", "-f", job_id], env=environment(api), stdout=out, stderr=err)
         frame = screen.see("in line")
         assert any("voice intents running" in line and "50%" in line for line in frame)
         assert len(frame) == 24 and all(len(line) <= 80 for line in frame)
@@ -122,7 +121,7 @@ def test_one_job_to_its_end(api: Any, terminals: list[Terminal], no_color: bool)
     api.tell(token, *steps(33), {"type": "evaluation", "step": 33, "values": {"eval_loss": 0.83}})
     api.tell(token, {"type": "notice", "code": "n", "message": "clear \x1b[2J this"})
     more = {"NO_COLOR": "1"} if no_color else {}
-    screen = Terminal([EFT, "watch", job_id], environment(api, **more))
+    screen = Terminal([program(), "watch", job_id], environment(api, **more))
     terminals.append(screen)
     shown = "\n".join(screen.see("eval_loss 0.83 at step 33"))
     assert "33/66  1m 01s left" in shown and "loss 1.350 █" in shown and "\x1b[2J" not in screen.raw
@@ -134,7 +133,7 @@ def test_one_job_to_its_end(api: Any, terminals: list[Terminal], no_color: bool)
 
 
 def test_keys_select_open_pause_and_cancel(api: Any, terminals: list[Terminal]) -> None:
-    empty = Terminal([EFT, "webhooks", "list"], environment(api))
+    empty = Terminal([program(), "webhooks", "list"], environment(api))
     terminals.append(empty)
     wait_for(lambda: "no webhooks" in empty.text and "EVENTS" not in empty.text, 120, "words in place of a lone header")
 
@@ -144,7 +143,7 @@ def test_keys_select_open_pause_and_cancel(api: Any, terminals: list[Terminal]) 
     at_work, token = api.start_job(name="at work")
     api.tell(token, *steps(33))
     waiting = api.submit(name="waits")["id"]
-    screen = Terminal([EFT, "watch"], environment(api), columns=200, lines=50)
+    screen = Terminal([program(), "watch"], environment(api), columns=200, lines=50)
     terminals.append(screen)
     screen.see("Loss of at work")
     shown = screen.see("2.95 ┤")  # the curve of all steps
@@ -211,7 +210,8 @@ def test_leaving_gives_the_terminal_back(api: Any, terminals: list[Terminal]) ->
 def test_in_a_pipe_it_is_lines(api: Any) -> None:
     job_id, token = api.start_job()
     api.tell(token, *steps(33), {"type": "notice", "code": "n", "message": "be\nwarned"})
-    watcher = subprocess.Popen([EFT, "watch"], env=environment(api, FORCE_COLOR="1"), stdout=subprocess.PIPE, text=True)
+    line, variables = [program(), "watch"], environment(api, FORCE_COLOR="1")
+    watcher = subprocess.Popen(line, env=variables, stdout=subprocess.PIPE, text=True)
     assert watcher.stdout is not None
     told = ""
     while not ("step 33/66  loss 1.350  1m 01s left".replace("  ", " ") in told and "notice: be warned" in told):

@@ -21,6 +21,7 @@ from core.db.engine import Database
 from core.hardware.installed import build_of
 from core.hardware.recording import parse
 from core.settings import Settings
+from tests.support.eft_forks import program
 from tests.support.hardware import as_nobody, readable_folder, recording, unpack
 from tests.support.selftest import lay
 
@@ -28,8 +29,9 @@ HOME = Path(__file__).resolve().parents[2]
 
 
 def doctor(
-    tmp_path: Path, *arguments: str, fixture: str | None = None, **environ: str
+    tmp_path: Path, *arguments: str, fixture: str | None = None, cold: bool = False, **environ: str
 ) -> subprocess.CompletedProcess[str]:
+    """`eft doctor` as a fork of what it imports, or `cold`."""
     box = tmp_path / "box"
     (box / "sys").mkdir(parents=True, exist_ok=True)
     if fixture is not None:
@@ -37,8 +39,10 @@ def doctor(
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("EFT_", "CUDA_", "HIP_"))}
     variables["PATH"] = f"{box / 'bin'}:{variables['PATH']}"
     variables |= {"EFT_SYSFS": str(box / "sys"), "EFT_DATA": str(tmp_path / "data"), "EFT_NODE": "box"} | environ
-    command = [sys.executable, "-m", "box.doctor", *arguments]
-    return subprocess.run(command, cwd=HOME, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-m", "box.doctor"] if cold else [program("box.doctor"), "doctor"]
+    return subprocess.run(
+        [*command, *arguments], cwd=HOME, env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def examined(
@@ -89,7 +93,7 @@ def test_a_bare_box_is_well(tmp_path: Path) -> None:
     assert found == ["gpus", "cpu", "torch", "data", "database", "sandbox", "broker"]
     assert not (tmp_path / "data").exists()  # it looks and makes nothing
 
-    words = doctor(tmp_path)
+    words = doctor(tmp_path, cold=True)
     assert words.returncode == 0 and words.stdout.rstrip().endswith("jobs can run here")
 
 

@@ -19,7 +19,8 @@ from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from core.plan.constants import MOST_ALIKE
 from core.settings import Settings
 from tests.support import selftest
-from tests.support.client import EFT, eft, environment
+from tests.support.client import eft, environment
+from tests.support.eft_forks import program
 from tests.support.target import until
 from worker.agent.agent import Agent
 
@@ -44,8 +45,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
 
 
 @pytest.fixture
-def box(start_api: Any, tiny: Path) -> Iterator[Any]:
-    """An API that takes the tiny model."""
+def box(start_api: Any, tiny: Path, forked: None) -> Iterator[Any]:
+    """An API that takes the tiny model; what `work` starts are forks."""
     with start_api(model_roots=tiny.parent) as api:
         yield api
 
@@ -259,7 +260,7 @@ def test_rewards_are_tried_before_a_training(box: Any, tiny: Path, tmp_path: Pat
     assert box.http.post("/rewards/try", json=job, headers={"idempotency-key": "once"}).json()["id"] == aside["id"]
     assert box.http.post("/jobs?dry_run=true", json=job).status_code == 200  # nothing is known yet
     assert box.http.post(f"{aside['links']['self']}/cancel").json()["status"] == "cancelled"
-    command = [EFT, "rewards", "try", str(path)]
+    command = [program(), "rewards", "try", str(path)]
     asking = subprocess.Popen(command, env=environment(box), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     queued = select(Job.id).where(Job.kind == "trial", Job.status == "queued")
 

@@ -1,6 +1,10 @@
 """`eft` as a fork of one process that has its imports: a command is then a few hundredths of a second of processor
 time, not half a second. `program()` is such an `eft`, in a folder for the PATH: it passes descriptors, variables, cwd
 and signals on. That it starts by itself is for the tests that start `client.EFT` and for test_client_wheel.
+
+`program("box.doctor", …)` is one whose `eft doctor` is a fork too: these modules are imported as well, and `python -m`
+of one goes on in the fork where `eft` would become it, or in a further fork where `eft` would start it. Only for
+programs whose imports read no settings.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import ast
 import atexit
 import functools
+import gc
 import importlib
 import os
 import pkgutil
@@ -17,13 +22,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from core import HOME
+from core.base.forks import Forked, become_module
 
 MESSAGE_BYTES = 1 << 18
+PADDING = " " * 4096
+"""Room for a command line."""
 LATE = ("typer._adapters", "httpcore")
 """What every command imports when it begins."""
 PROGRAM = """#!{python} -IS
@@ -36,7 +44,7 @@ descriptors = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2)
 order = repr((sys.argv[1:], os.getcwd(), umask, dict(os.environ))).encode()
 line.sendmsg([order], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptors)])
 pid = int(line.recv(64))
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH):
     signal.signal(number, lambda number, frame: os.kill(pid, number))
 code = int(line.recv(64) or b"1")
 if code < 0:
@@ -47,8 +55,9 @@ os._exit(code)
 
 
 @functools.cache
-def program() -> str:
-    """The path of `eft` for all tests of this process, alone in its folder."""
+def program(*modules: str) -> str:
+    """The path of `eft` for all tests of this process, alone in its folder. `modules`: programs of the application that
+    are forks as well, and modules that these would import."""
     folder = Path(tempfile.mkdtemp(prefix="eft-tests-"))
     atexit.register(shutil.rmtree, folder)
     address = str(folder / "eft.socket")
@@ -56,7 +65,7 @@ def program() -> str:
         listening.bind(address)
         listening.listen(64)
         number = listening.fileno()
-        command = [sys.executable, "-m", __name__, str(number)]
+        command = [sys.executable, "-m", __name__, PADDING, str(number), *modules]
         server = subprocess.Popen(command, cwd=HOME, pass_fds=[number], stdin=subprocess.DEVNULL)
     atexit.register(server.kill)
     found = folder / "eft"
@@ -66,7 +75,7 @@ def program() -> str:
 
 
 def main() -> None:
-    listening = socket.socket(fileno=int(sys.argv[1]))
+    listening, programs = socket.socket(fileno=int(sys.argv[2])), sys.argv[3:]
     import eft
     from eft.cli import tree
 
@@ -74,6 +83,9 @@ def main() -> None:
     for module in (*modules, *LATE):
         importlib.import_module(module)
     commands = tree()
+    if programs:
+        _import(programs)
+        _fork_instead(frozenset(programs))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     while True:
         line, _ = listening.accept()
@@ -84,6 +96,61 @@ def main() -> None:
         line.close()
         for descriptor in given:
             os.close(descriptor)
+
+
+def _import(names: Sequence[str]) -> None:
+    from core.train import __main__ as trainer
+
+    with trainer.importing():  # some import torch
+        for name in names:
+            if hasattr(importlib.import_module(name), "__path__"):
+                importlib.import_module(f"{name}.__main__")
+        gc.collect()
+
+
+class _Started(Forked):
+    """The part of subprocess.Popen that `eft` needs of a program that it starts."""
+
+    def __init__(self, pid: int, stdout: IO[bytes]) -> None:
+        super().__init__(pid)
+        self.stdout = stdout
+
+    def __enter__(self) -> _Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        self.wait()
+
+
+def _fork_instead(programs: frozenset[str]) -> None:
+    """In the forks of this process, these programs are no starts of Python."""
+    execute, start = os.execve, subprocess.Popen
+
+    def known(command: Any) -> bool:
+        return list(command[:2]) == [sys.executable, "-m"] and command[2] in programs
+
+    def become(path: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+        if not known(command):
+            execute(path, command, environment)
+        os.environ.clear()
+        os.environ.update(environment)
+        become_module(command[2], command[3:])
+
+    def begin(command: Any, **options: Any) -> Any:
+        if not known(command):
+            return start(command, **options)
+        reader, writer = os.pipe()
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            for descriptor, number in ((os.open(os.devnull, os.O_RDONLY), 0), (writer, 1)):
+                os.dup2(descriptor, number)
+            become(command[0], command, options["env"])
+        os.close(writer)
+        return _Started(pid, os.fdopen(reader, "rb"))
+
+    os.execve, subprocess.Popen = become, begin  # type: ignore[misc,assignment]
 
 
 def _attend(line: socket.socket, commands: Any, order: tuple[Any, ...], given: Sequence[int]) -> NoReturn:
