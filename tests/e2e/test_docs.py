@@ -5,9 +5,11 @@ alone (`<!-- shown: … -->`). And what pages name is there: files, headings, co
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +32,12 @@ from tests.support.service import ROOT, Service, running
 
 PAGES = pages.pages()
 RUNNABLE = [page for page in PAGES if any(block.runs for block in pages.blocks(page))]
+BEHIND = {ROOT / "docs" / "quick-start.md": [ROOT / "docs" / "methods.md"]}
+"""Page → pages that are run behind it. Both of these import peft, which takes a process seconds; methods.md has nothing
+else to run."""
+TOGETHER = [[page, *BEHIND.get(page, [])] for page in RUNNABLE if not any(page in later for later in BEHIND.values())]
+EFT = ("box.doctor", "box.db", "box.backup", "core.train.entry.data")
+"""What `eft` becomes or starts on the pages: forks, as it is itself."""
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MANUAL = sorted((ROOT / "docs").glob("cli*.md"))
 VOICE = ROOT / "examples" / "voice-intents"
@@ -144,32 +152,36 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Iterato
 
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Path:
-    """A folder that looks like a checkout with a few rows in it."""
-    for part in ("examples", "client", "deploy", "docs"):
+    """A folder that looks like a checkout with a few rows in it, also where the examples have more."""
+    for part in ("client", "deploy", "docs"):
         (tmp_path / part).symlink_to(ROOT / part)
+    examples = Path(shutil.copytree(ROOT / "examples", tmp_path / "examples"))
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
     rows = (VOICE / "train.jsonl").read_text().splitlines(keepends=True)
-    for file, part in (("rows.jsonl", rows[:8]), ("train.jsonl", rows[:16]), ("heldout.jsonl", rows[16:20])):
-        (tmp_path / file).write_text("".join(part))
+    for folder in (tmp_path, examples / VOICE.name):
+        for file, part in (("rows.jsonl", rows[:8]), ("train.jsonl", rows[:16]), ("heldout.jsonl", rows[16:20])):
+            (folder / file).write_text("".join(part))
     return tmp_path
 
 
 def script(found: list[Block]) -> str:
-    """The blocks in their order, in one shell, each told before it begins."""
+    """The blocks in their order, in one shell, each told before it begins. Python's that follow one another are one
+    program."""
     parts = ["set -euo pipefail"]
-    for block in found:
-        parts.append(f"echo '=== {block}' >&2")
-        parts.append(
-            block.text if block.language == "bash" else f"python - <<'END_OF_PROGRAM'\n{block.text}END_OF_PROGRAM"
-        )
+    for language, blocks in itertools.groupby(found, lambda block: block.language):
+        if language == "bash":
+            parts += [f"echo '=== {block}' >&2\n{block.text}" for block in blocks]
+        else:
+            program = "".join(f"print('=== {block}', file=__import__('sys').stderr)\n{block.text}" for block in blocks)
+            parts.append(f"python - <<'END_OF_PROGRAM'\n{program}END_OF_PROGRAM")
     return "\n".join(parts)
 
 
 def environment(service: Service, sandbox: Path) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("EFT_")}
     return clean | {
-        "PATH": f"{Path(program()).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{Path(program(*EFT)).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "EFT_URL": service.note()["url"],
         "EFT_API_KEY": service.key,
         "EFT_HOME": str(ROOT),
@@ -184,10 +196,10 @@ def environment(service: Service, sandbox: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(900)  # users.md alone starts forty processes; a busy machine takes minutes for them
-@pytest.mark.parametrize("page", RUNNABLE, ids=name)
-def test_the_pages_commands_run_as_they_stand(page: Path, service: Service, sandbox: Path) -> None:
+@pytest.mark.parametrize("together", TOGETHER, ids=lambda together: "+".join(map(name, together)))
+def test_the_pages_commands_run_as_they_stand(together: list[Path], service: Service, sandbox: Path) -> None:
     ran = subprocess.run(
-        ["bash", "-c", script([block for block in pages.blocks(page) if block.runs])],
+        ["bash", "-c", script([block for page in together for block in pages.blocks(page) if block.runs])],
         cwd=sandbox,
         env=environment(service, sandbox),
         stdin=subprocess.DEVNULL,
