@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.data.checker import RowChecker
 from core.data.containers.read import values
@@ -13,7 +14,9 @@ from core.data.faults import Faults
 from core.data.mapping import mapped
 from core.errors import Fault
 from core.spec.axes.data import RowFormat
-from core.spec.run.orders import DataOrder
+
+if TYPE_CHECKING:  # the whole job, which the check of an upload would import for nothing
+    from core.spec.run.orders import DataOrder
 
 GLANCE_ROWS = 200
 SHOWN = 20

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ from api.app import create_app
 from api.auth import families, keys
 from api.auth import service as auth
 from api.auth.service import PATTERN
-from core import HOME
 from core.db.engine import Database
 from core.db.migrate import head, upgrade
 from core.jobs.lifecycle.finish import Failed
 from core.settings import Settings
+from tests.support import forks
 
 PAIR = b'{"prompt": "off", "completion": "lamp.off"}\n'
 OPEN = ("/healthz", "/readyz", "/version", "/openapi.json", "/docs")
@@ -210,23 +209,21 @@ def _owner(session: Any, job_id: str) -> Any:
 def test_the_key_command(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'eft.db'}"
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "api.auth.keys", *arguments],
-            cwd=HOME,
-            env={"PATH": "/usr/bin:/bin", "EFT_DATA": str(tmp_path), "EFT_DATABASE_URL": url},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
+    environment |= {"EFT_DATA": str(tmp_path), "EFT_DATABASE_URL": url}
 
-    early = run("list")
-    assert early.returncode == 1
-    assert "core.db.migrate" in early.stderr
+    def run(*arguments: str) -> tuple[int, str]:
+        """Exit status, and what it printed. That the command starts cold is for tests/service/test_entry_points.py."""
+        with (tmp_path / "said").open("w+b") as said:
+            code = forks.start("api.auth.keys", *arguments, environment=environment, log=said.fileno()).wait()
+            return code, (tmp_path / "said").read_text()
+
+    code, words = run("list")
+    assert code == 1 and "core.db.migrate" in words
     database = Database(url)
     upgrade(database)
     kept = tmp_path / "keys" / "first"
-    key = run("create", "--project", "lab", "--user", "ada", "--if-none", str(kept)).stdout.strip()
+    key = run("create", "--project", "lab", "--user", "ada", "--if-none", str(kept))[1].strip()
     assert re.fullmatch(PATTERN, key)
     assert kept.read_text() == key + "\n"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -241,11 +238,11 @@ def test_the_key_command(tmp_path: Path) -> None:
         assert [(user, project) for _, user, project in listed] == [("ada", "lab"), ("grace", "lab")]
         assert {row.project_id for row, _, _ in listed} == {owner.project_id}
         assert all(key not in str(vars(row)) for row, _, _ in listed)
-    assert run("revoke", key.split("_")[1]).returncode == 0
+    assert run("revoke", key.split("_")[1])[0] == 0
     with database.read() as session:
         assert auth.authenticate(session, key) is None
-    words = run("list").stdout.splitlines()[0].split()
-    assert (words[0], words[3]) == (key.split("_")[1], "revoked")
+    columns = run("list")[1].splitlines()[0].split()
+    assert (columns[0], columns[3]) == (key.split("_")[1], "revoked")
     with pytest.raises(SystemExit):
         keys.main(["create", "--project", "a\nb", "--user", "ada"])
     database.dispose()

@@ -18,7 +18,7 @@ import pytest
 from sqlalchemy import select, update
 
 from box import adopt, broker
-from core import HOME, __version__
+from core import __version__
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Installation, Node
@@ -28,7 +28,7 @@ from core.jobs.policies import nodes
 from core.settings import Settings
 from core.spec import vocabulary
 from core.storage.store import Folder
-from tests.support import selftest
+from tests.support import forks, selftest
 from tests.support.killed import killed
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
@@ -149,11 +149,11 @@ def test_the_api_refuses_another_data_root_and_says_so(home: Database, tmp_path:
     serve(tmp_path).stop()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
     environment |= {"EFT_DATABASE_URL": f"sqlite:///{tmp_path / 'lab.db'}", "EFT_DATA": str(tmp_path / "wrong")}
-    api = subprocess.run(
-        [sys.executable, "-m", "api"], cwd=HOME, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert api.returncode == 78, api.stderr
-    assert f"it has no {MARK}" in api.stderr and "Traceback" not in api.stderr
+    with (tmp_path / "api.log").open("wb") as log:
+        code = forks.start("api", environment=environment, log=log.fileno()).wait(120)
+    said = (tmp_path / "api.log").read_text()
+    assert code == 78, said
+    assert f"it has no {MARK}" in said and "Traceback" not in said
 
 
 def test_versions_that_fit_and_one_that_does_not(home: Database, tmp_path: Path) -> None:
