@@ -5,6 +5,7 @@ What a process of eft makes is private from its first line on (`umask`); what wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -45,7 +46,8 @@ def close(root: Path) -> None:
             f"`chmod 700 {root}` as its owner, or name a folder below it (EFT_DATA={root}/eft)"
         ) from error
     for entry in _open(root):
-        entry.chmod(stat.S_IMODE(entry.lstat().st_mode) & ~OTHERS)
+        with contextlib.suppress(FileNotFoundError):  # the database's journal comes and goes
+            entry.chmod(stat.S_IMODE(entry.lstat().st_mode) & ~OTHERS)
 
 
 def _open(root: Path) -> Iterator[Path]:
@@ -53,7 +55,7 @@ def _open(root: Path) -> Iterator[Path]:
     for entry in root.iterdir():
         try:
             seen = entry.lstat()
-        except FileNotFoundError:  # the database's journal comes and goes
+        except FileNotFoundError:
             continue
         if (
             seen.st_mode & OTHERS

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,12 +118,9 @@ class Database:
         @event.listens_for(engine, "connect")
         def _on_connect(connection: sqlite3.Connection, _: Any) -> None:
             connection.isolation_level = None  # SQLAlchemy's events below begin transactions, not the driver
-            for pragma in (
-                f"busy_timeout={int(BUSY_SECONDS * 1000)}",
-                "journal_mode=WAL",
-                "synchronous=FULL",
-                "foreign_keys=ON",
-            ):
+            connection.execute(f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}")
+            _write_ahead(connection)
+            for pragma in ("synchronous=FULL", "foreign_keys=ON"):
                 connection.execute(f"PRAGMA {pragma}")
             if self._clock is not None:
                 connection.create_function("eft_now", 0, self._clock)
@@ -165,3 +163,17 @@ class Database:
     def dispose(self) -> None:
         self._writer.dispose()
         self._reader.dispose()
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """WAL. A new database becomes one by a write that begins as a read, which SQLite refuses at once where another
+    process does the same, whatever the timeout."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)

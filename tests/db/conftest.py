@@ -67,20 +67,29 @@ def template(
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def migrated(
+def copied_url(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     template: Callable[[str], tuple[str, Path]],
-) -> Iterator[Database]:
-    """One a module and kind of database."""
+) -> Callable[[], str]:
+    """Call it for the URL of a new database with the schema and nothing else."""
     like, file = template(request.param)
-    if request.param == "sqlite":
+
+    def copy() -> str:
+        if request.param == "postgresql":
+            url: str = request.getfixturevalue("postgres_databases")(like)
+            return url
         path = tmp_path_factory.mktemp("sqlite") / "eft.db"
         shutil.copyfile(file, path)
-        url = f"sqlite:///{path}"
-    else:
-        url = request.getfixturevalue("postgres_databases")(like)
-    database = Database(url)
+        return f"sqlite:///{path}"
+
+    return copy
+
+
+@pytest.fixture(scope="module")
+def migrated(copied_url: Callable[[], str]) -> Iterator[Database]:
+    """One a module and kind of database."""
+    database = Database(copied_url())
     yield database
     database.dispose()
 

@@ -22,6 +22,7 @@ from core.jobs.lifecycle.finish import Failed, Outcome, RetryPolicy, Succeeded, 
 from core.jobs.views import explain
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
+from tests.support.killed_change import url_of
 
 ADA = Actor("user-ada", "proj-lab", "req-1")
 FAILED = Failed("user", "x", "boom")
@@ -183,7 +184,8 @@ def test_a_housekeeper_that_is_killed_in_the_middle_has_done_nothing(database: D
     first = make(database)
     waiting = make(database, first)
     assert work(database) == first
-    child = multiprocessing.get_context("spawn").Process(target=_dies, args=(str(database.url), waiting))
+    database.dispose()  # its connections are not the fork's
+    child = multiprocessing.get_context("fork").Process(target=_dies, args=(url_of(database), waiting))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL

@@ -5,8 +5,6 @@ Claims of training jobs and of slots: test_claims.py; the reaper: test_lost.py; 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,6 @@ from threading import Barrier, Lock
 
 from sqlalchemy import func, select, update
 
-from core import HOME
 from core.db.engine import Database, db_now
 from core.db.tables import Artifact, Event, Job, Leader, OutboxMessage
 from core.jobs.base import outbox
@@ -23,6 +20,7 @@ from core.jobs.lifecycle import claims, leader, lease_expiry
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.finish import Failed, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
+from tests.support import skewed
 
 Make = Callable[..., str]
 Row = Callable[[str], Job]
@@ -145,11 +143,7 @@ def test_two_relays_at_once_lose_no_ring(database: Database, make_job: Make) -> 
 
 def run(database: Database, skew: float, node: str, *does: str) -> list[str]:
     """What a process answers whose clock is wrong by `skew` seconds."""
-    url = database.url.render_as_string(hide_password=False)
-    command = [sys.executable, "-m", "tests.support.skewed", str(skew), url, node, *does]
-    return subprocess.run(
-        command, cwd=HOME, capture_output=True, text=True, check=True, timeout=200
-    ).stdout.splitlines()
+    return skewed.answers(database, skew, node, does)
 
 
 def test_wrong_clocks_of_nodes_move_no_lease(database: Database, make_job: Make, row: Row) -> None:

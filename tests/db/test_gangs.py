@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from sqlalchemy import func, select, text, update
 
-from core import HOME
 from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Event, Job, Node, OutboxMessage
@@ -22,6 +20,8 @@ from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
 from core.jobs.policies import holds, maintenance, usage
+from tests.support.at_once import at_once
+from tests.support.contender import contend_for_gangs
 from tests.support.lab import GPU, Lab, gpu
 
 HOUR = 3600
@@ -361,12 +361,10 @@ def test_contenders_in_processes_never_take_a_slot_twice(lab: Lab) -> None:
     made = Counter(number % 4 + 1 for number in range(8))
     for number in range(8):
         lab.job(f"j{number}", "ada" if number % 2 else "bob", gpus=number % 4 + 1)
-    url = lab.database.url.render_as_string(hide_password=False)
-    command = [sys.executable, "-m", "tests.support.gang_contender", url, "box-1"]
-    workers = [subprocess.Popen(command, cwd=HOME, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    lines = [line.split() for worker in workers for line in worker.communicate(timeout=120)[0].splitlines()]
-    assert [worker.returncode for worker in workers] == [0] * 2
-    assert Counter(len(line) - 1 for line in lines) == made, "every job ran once, with as many slots as it needs"
+    won_by = at_once(lab.database, *[partial(contend_for_gangs, node="box-1")] * 2)
+    claims = [claim for claimed in won_by for claim in claimed]
+    assert {job_id for job_id, _ in claims} == set(lab.ids.values())
+    assert Counter(width for _, width in claims) == made, "every job ran once, with as many slots as it needs"
     with lab.database.read() as session:
         rows = session.execute(select(Allocation.slot, Allocation.created_at, Allocation.released_at)).all()
     assert GPU["arch"] == "gfx942" and len(rows) == sum(size * count for size, count in made.items())

@@ -4,16 +4,14 @@ same, since it asks the same function."""
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import func, select
 
-from core import HOME
 from core.db.engine import Database
 from core.db.tables import Allocation, Attempt, Job, UsageDay, UsageTotal
 from core.errors import SpecError
@@ -22,6 +20,8 @@ from core.jobs.base.shares import SLICE_SECONDS
 from core.jobs.base.slots import Key, Needs, Slot
 from core.jobs.policies import usage
 from core.jobs.policies.quotas import MAX_PRIORITY
+from tests.support.at_once import at_once
+from tests.support.contender import claim_and_keep
 from tests.support.lab import Lab, gpu
 
 HOUR = 3600.0
@@ -279,12 +279,7 @@ def test_contenders_in_processes_keep_a_quota(lab: Lab) -> None:
     lab.limit("project", "lab", max_running=2)
     for n in range(12):
         lab.job(f"a{n}")
-    url = lab.database.url.render_as_string(hide_password=False)
-    command = [sys.executable, "-m", "tests.support.contender", url]
-    workers = [
-        subprocess.Popen([*command, f"node-{n}", "1"], cwd=HOME, stdout=subprocess.PIPE, text=True) for n in range(3)
-    ]
-    won = [line for worker in workers for line in worker.communicate(timeout=200)[0].splitlines()]
-    assert [worker.returncode for worker in workers] == [0] * 3
-    assert len(won) == 2, "each takes one and keeps it"
+    found = at_once(lab.database, *(partial(claim_and_keep, node=f"node-{n}") for n in range(3)))
+    won = [job_id for job_id in found if job_id is not None]
+    assert len(won) == len(set(won)) == 2, "each takes one and keeps it"
     assert lab.why("a5").reason == "project lab: quota of 2 running jobs is used"

@@ -4,8 +4,9 @@ is fairer than a list and wastes no more. `python -m bench.lab` has whole weeks 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,24 @@ MOMENT = 1e-3
 """Seconds since 1970 are kept to less than a microsecond."""
 
 
-@contextmanager
-def lab(
-    folder: Path, tasks: Sequence[Task], limits: dict[tuple[str, str], dict[str, Any]] | None = None
-) -> Iterator[Week]:
-    folder.mkdir(exist_ok=True)
-    made = Week(folder, tasks, GPUS, limits=limits)
-    try:
-        yield made
-    finally:
-        made.close()
+MakeLab = Callable[..., AbstractContextManager[Week]]
+
+
+@pytest.fixture(scope="module")
+def lab(template: Callable[[str], tuple[str, Path]]) -> MakeLab:
+    @contextmanager
+    def made(
+        folder: Path, tasks: Sequence[Task], limits: dict[tuple[str, str], dict[str, Any]] | None = None
+    ) -> Iterator[Week]:
+        folder.mkdir(exist_ok=True)
+        shutil.copyfile(template("sqlite")[1], folder / "week.db")  # migrated, as Week would do it
+        week_of = Week(folder, tasks, GPUS, limits=limits)
+        try:
+            yield week_of
+        finally:
+            week_of.close()
+
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def day() -> list[Task]:
 
 
 @pytest.fixture(scope="module")
-def served(day: list[Task], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Week, list[Run]]]:
+def served(day: list[Task], lab: MakeLab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Week, list[Run]]]:
     with lab(tmp_path_factory.mktemp("day"), day) as made:
         yield made, made.run()
 
@@ -90,12 +99,14 @@ def test_it_is_fairer_than_a_list_and_wastes_no_more(day: list[Task], served: tu
     assert least < known.mean_turnaround < ours.mean_turnaround
 
 
-def test_the_same_day_is_the_same_schedule(day: list[Task], served: tuple[Week, list[Run]], tmp_path: Path) -> None:
+def test_the_same_day_is_the_same_schedule(
+    day: list[Task], served: tuple[Week, list[Run]], lab: MakeLab, tmp_path: Path
+) -> None:
     with lab(tmp_path, day) as again:
         assert schedule(again.run()) == schedule(served[1])
 
 
-def test_a_wide_job_does_not_starve_beside_narrow_ones(tmp_path: Path) -> None:
+def test_a_wide_job_does_not_starve_beside_narrow_ones(lab: MakeLab, tmp_path: Path) -> None:
     """More work of one GPU than there is room for, without an end; whoever fits goes first in `first_fit`, and the job
     of all GPUs waits for the last of them. Here GPUs are kept for it from its turn on."""
     narrow = [Task(f"n{number:03d}", "u01", 60.0 + 390 * number, 1, HOUR, None) for number in range(60)]
@@ -111,7 +122,7 @@ def test_a_wide_job_does_not_starve_beside_narrow_ones(tmp_path: Path) -> None:
     assert wait(outcomes) <= HOUR + 1, "no longer than the longest of those that ran when its turn came"
 
 
-def test_who_makes_room_loses_nothing_and_goes_on(tmp_path: Path) -> None:
+def test_who_makes_room_loses_nothing_and_goes_on(lab: MakeLab, tmp_path: Path) -> None:
     """All GPUs are taken by jobs of low priority in a project that allows it; an urgent one comes, and a second."""
     low = [Task(f"low{number}", "u01", float(number), 1, 4 * HOUR, None, -10) for number in range(GPUS)]
     urgent = [Task(f"urgent{number}", "u02", HOUR * (number + 1), GPUS // 2, HOUR, None) for number in range(2)]

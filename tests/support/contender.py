@@ -1,15 +1,17 @@
-"""A worker without children: claims and finishes what it can, prints what it won; with COUNT, it claims so many and
-keeps them. `python -m tests.support.contender URL NODE [COUNT]`."""
+"""Workers without children: what they claim from a database, for several that claim against one another."""
 
 from __future__ import annotations
 
-import sys
+from sqlalchemy import func, select
+from sqlalchemy.exc import IntegrityError
 
 from core.db.engine import Database
+from core.db.tables import Job
 from core.jobs.base.states import Status
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Slot
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
+from core.jobs.scheduling import cluster
 
 
 def contend(database: Database, worker: str, node: str, slot: Slot) -> list[tuple[str, int]]:
@@ -28,16 +30,33 @@ def contend(database: Database, worker: str, node: str, slot: Slot) -> list[tupl
         assert after in (Status.SUCCEEDED, Status.QUEUED)
 
 
-if __name__ == "__main__":
-    url, node = sys.argv[1:3]
-    database = Database(url)
-    if len(sys.argv) > 3:
-        for number in range(int(sys.argv[3])):
-            with database.write() as session:
-                claim = claims.claim(session, f"worker-{node}", node, Slot(f"GPU-{number}", "gpu"), 30)
+def claim_and_keep(database: Database, node: str) -> str | None:
+    """The one job that is claimed and not ended; None: there was none to be had."""
+    with database.write() as session:
+        claim = claims.claim(session, f"worker-{node}", node, Slot("GPU-0", "gpu"), 30)
+    return None if claim is None else claim.token.job_id
+
+
+def contend_for_gangs(database: Database, node: str) -> list[tuple[str, int]]:
+    """One of several workers that claim for the same node: take what there is and end it, until no job is left. Each
+    job won, and how many slots it had."""
+    won = []
+    while True:
+        with database.read() as session:
+            if session.execute(select(func.count()).where(Job.status != "succeeded")).scalar_one() == 0:
+                return won
+            seats = [seat for seat in cluster.slot_states(session, database.now(), 600.0) if seat.node == node]
+        free = [seat.slot for seat in seats if seat.free]
+        claim = None
+        for slot in free:
+            try:
+                with database.write() as session:
+                    claim = claims.claim(session, f"worker-of-{node}", node, slot, 60, beside=free)
+            except IntegrityError:
+                continue  # another has taken this very slot since: the index is the mutex
             if claim is not None:
-                print(claim.token.job_id, claim.token.attempt)
-        sys.exit()
-    for job_id, attempt in contend(database, f"worker-{node}", node, Slot("cpu", "cpu")):
-        print(job_id, attempt)
-    database.dispose()
+                break
+        if claim is not None:
+            won.append((claim.token.job_id, len(claim.slots)))
+            with database.write() as session:
+                finish(session, claim.token, claim.kind, Succeeded({"ok": True}), 0, RetryPolicy())

@@ -35,7 +35,7 @@ EXPANDS = """\
 
 def next_schema(folder: Path, body: str = EXPANDS, more: str = "") -> Path:
     """A folder of migrations whose newest, `next`, does what `body` says."""
-    shutil.copytree(migrate.SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(migrate.SCRIPTS, folder)  # with its bytecode, so that nothing is compiled again
     text = BODY.format(down=migrate.head(), more=more, body=body.rstrip("\n"))
     (folder / "versions" / "9999_next.py").write_text(text, encoding="utf-8")
     return folder

@@ -110,7 +110,7 @@ def _churn(cache: str, seed: int, barrier: object) -> None:
 
 
 def test_processes_that_make_and_throw_away_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     barrier = context.Barrier(2)
     both = [context.Process(target=_churn, args=(str(tmp_path), seed, barrier)) for seed in range(2)]
     for process in both:

@@ -12,6 +12,7 @@ import pytest
 from api.errors import BadRequest
 from api.notices import lookups
 from api.notices.lookups import Lookups
+from tests.support.service import wait_for
 
 
 class NameServer:
@@ -41,6 +42,7 @@ def test_a_slow_name_server_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> 
         return time.monotonic() - began
 
     took = asyncio.run(ask())
+    wait_for(lambda: server.asked >= lookups.AT_ONCE, 60, "threads that have begun and not asked yet")
     assert server.asked == lookups.AT_ONCE, "one of a project, and so many in all"
     assert took < 30, "121 times the limit would be 24 s and more"
     server.answers.set()

@@ -130,7 +130,7 @@ def _variables() -> set[str]:
                 known |= set(re.findall(r"""["'](EFT_[A-Z0-9_]+)["']""", path.read_text(encoding="utf-8")))
     deployment = [HOME / "Makefile", HOME / "docker-compose.yml", *(HOME / "deploy").rglob("*")]
     for path in [*deployment, *(HOME / "examples" / "ci").rglob("*")]:
-        if path.is_file() and path.suffix not in (".md", ".pyc"):
+        if path.is_file() and path.suffix != ".md" and path.parent.name != "__pycache__":
             known |= set(re.findall(r"(?:\$\{?|ARG )(EFT_[A-Z0-9_]+)", path.read_text(encoding="utf-8")))
             known |= set(re.findall(r"\b(EFT_[A-Z0-9_]+)(?::| *=)", path.read_text(encoding="utf-8")))
     return known
