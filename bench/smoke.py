@@ -53,7 +53,8 @@ class Smoke:
         self.model, self.folder, self.epochs, self.skip = model, folder, epochs, skip
         usual = {"EFT_LEASE_SECONDS": "90", "EFT_RENEW_SECONDS": "15", "EFT_FENCE_SECONDS": "60"}
         place = {"EFT_MODEL_ROOTS": str(model.parent), "EFT_OFFLINE": "true", "EFT_NODE": "smoke"}
-        asked = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "EFT_SELFTEST_SECONDS": "180"}
+        threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
+        asked = {"OMP_NUM_THREADS": threads, "EFT_SELFTEST_SECONDS": "180"}
         self.service = Service(folder, {**usual, **place, **asked})
         self.parts: list[dict[str, Any]] = []
         self.doctor: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from api.errors import ServiceUnavailable
 from core import HOME
+from core.base import forks
 from core.data import apart
 from core.data.check import FileReport
 from core.errors import TooLarge
@@ -74,7 +75,7 @@ class Checkers:
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if _ALLOWED.fullmatch(name)}
         with theirs:
-            self._parent = subprocess.Popen(
+            self._parent = forks.launch(
                 [sys.executable, "-m", "core.data.apart", str(theirs.fileno())],
                 cwd=HOME,
                 env=environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

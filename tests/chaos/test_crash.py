@@ -19,6 +19,7 @@ from core.jobs.base.states import TRANSITIONS, Status
 from tests.support.service import SHORT, Service, running, wait_for
 
 STEPS = 60
+UNDISTURBED = ["queued", "preparing", "queued", "starting", "running", "succeeded"]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,8 @@ def spec(service: Service, models: Path) -> dict[str, Any]:
 def undisturbed(service: Service, spec: dict[str, Any]) -> str:
     job_id = service.submit(spec)
     with Watch(service, job_id) as watch:
-        service.wait(job_id, "succeeded", "failed")
-    watch.check(["queued", "preparing", "queued", "starting", "running", "succeeded"])
+        watch.until("succeeded", "failed")
+    watch.check(UNDISTURBED)
     return weights(service, job_id)
 
 
@@ -61,6 +62,7 @@ class Watch:
         self.service, self.job_id = service, job_id
         self.seen: list[str] = []
         self.faults: list[str] = []
+        self._job: dict[str, Any] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -71,6 +73,12 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
+
+    def until(self, *wanted: str) -> dict[str, Any]:
+        """The job in one of these states, by the looks that are made anyway."""
+        what = f"{self.job_id} to be {' or '.join(wanted)}"
+        wait_for(lambda: self._job.get("status") in wanted, 200, what, lambda: self.service.describe(self.job_id))
+        return self._job
 
     def _run(self) -> None:
         while not self._end.wait(0.2):
@@ -84,6 +92,7 @@ class Watch:
             after = self.service.job(self.job_id)
         except Exception:
             return  # the API is being killed; there is nothing to see
+        self._job = after
         for job in (before, after):
             if not self.seen or self.seen[-1] != job["status"]:
                 self.seen.append(job["status"])
@@ -122,7 +131,7 @@ def test_kill_9_of_the_trainer(service: Service, spec: dict[str, Any], undisturb
     with Watch(service, job_id) as watch:
         service.wait_for_step(job_id, 11)
         os.kill(trainer_of(service, job_id), signal.SIGKILL)
-        job = service.wait(job_id, "succeeded", "failed")
+        job = watch.until("succeeded", "failed")
     (resumed,) = [event["data"]["step"] for event in events(service, job_id) if event["type"] == "resumed"]
     assert resumed >= max(9, last_step(service, job_id, attempt=2) - 2)
     assert not list(Path("/dev/shm").glob(f"eft-*/{job_id}")), "its memory is free again"
@@ -142,26 +151,13 @@ def test_kill_9_of_the_worker(service: Service, spec: dict[str, Any], undisturbe
         worker = service.pid("worker")
         os.kill(worker, signal.SIGKILL)
         wait_for(lambda: trainer not in service.trainers(job_id), 60, "the trainer to end after its worker")
-        service.wait(job_id, "succeeded", "failed")
+        watch.until("succeeded", "failed")
     again = ["starting", "running"]
     watch.check(["queued", "preparing", "queued", *again, "queued", *again, "succeeded"])
     assert weights(service, job_id) == undisturbed
     assert service.pid("worker") != worker
     curve = service.client.get(f"/jobs/{job_id}/metrics", params={"names": "loss"}).json()["loss"]
     assert [step for step, _ in curve] == list(range(1, STEPS + 1)), "a hole where the worker died"
-
-
-def test_kill_9_of_the_api(service: Service, spec: dict[str, Any], undisturbed: str) -> None:
-    job_id = service.submit(spec)
-    service.wait_for_step(job_id, 15)
-    api, trainer = service.pid("api"), trainer_of(service, job_id)
-    os.kill(api, signal.SIGKILL)
-    wait_for(lambda: service.pid("api") != api, 90, "another API")
-    wait_for(lambda: answers(service), 90, "the API to answer")
-    assert service.trainers(job_id) in ([trainer], []), "the job was disturbed"
-    service.wait(job_id, "succeeded", "failed")
-    assert service.statuses(job_id) == ["queued", "preparing", "queued", "starting", "running", "succeeded"]
-    assert weights(service, job_id) == undisturbed
 
 
 def answers(service: Service) -> bool:
@@ -180,7 +176,7 @@ def test_sigterm_to_the_worker_hands_back(service: Service, spec: dict[str, Any]
         os.kill(worker, signal.SIGTERM)
         wait_for(lambda: not Path(f"/proc/{worker}").exists(), 90, "the worker to leave")
         assert time.monotonic() - began < float(SHORT["EFT_STOP_GRACE_SECONDS"]), "nobody had to be killed"
-        service.wait(job_id, "succeeded", "failed")
+        watch.until("succeeded", "failed")
     again = ["starting", "running"]
     watch.check(["queued", "preparing", "queued", *again, "queued", *again, "succeeded"])
     assert weights(service, job_id) == undisturbed
@@ -200,16 +196,24 @@ def events(service: Service, job_id: str) -> list[dict[str, Any]]:
     return service.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000}).json()["data"]
 
 
-def test_a_drained_node_hands_back_and_loses_at_most_the_running_micro_step(
+def test_kill_9_of_the_api_disturbs_no_job_and_a_drained_node_loses_at_most_the_running_micro_step(
     service: Service, spec: dict[str, Any]
 ) -> None:
-    """Windows of 16 micro-steps, so that the drain comes inside one; the worker is killed while the node is drained."""
+    """Two jobs with the same bits: one trains while the API is killed, the other one's node is drained. Windows of 16
+    micro-steps, so that the drain comes inside one; the worker is killed while the node is drained."""
     training = {**spec["training"], "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
-    fine = {**spec, "training": {**training, "max_steps": 12}}
+    fine = {**spec, "training": {**training, "max_steps": 9}}
     alone = service.submit(fine)
+    service.wait_for_step(alone, 2)
+    api, trainer = service.pid("api"), trainer_of(service, alone)
+    os.kill(api, signal.SIGKILL)
+    wait_for(lambda: service.pid("api") != api, 90, "another API")
+    wait_for(lambda: answers(service), 90, "the API to answer")
+    assert service.trainers(alone) in ([trainer], []), "the job was disturbed"
     service.wait(alone, "succeeded", "failed")
+    assert service.statuses(alone) == UNDISTURBED
     job_id = service.submit(fine)
-    service.wait_for_step(job_id, 4)
+    service.wait_for_step(job_id, 2)
     node = service.client.get("/nodes").json()["data"][0]["name"]
     assert service.client.post(f"/nodes/{node}/drain", params={"reason": "a test"}).json()["state"] == "draining"
     wait_for(lambda: service.client.get(f"/nodes/{node}").json()["state"] == "drained", 120, "drained")
@@ -238,10 +242,10 @@ def test_pause_and_resume(service: Service, spec: dict[str, Any], undisturbed: s
     with Watch(service, job_id) as watch:
         service.wait_for_step(job_id, 13)
         assert service.client.post(f"/jobs/{job_id}/pause").status_code == 200
-        service.wait(job_id, "paused")
+        watch.until("paused")
         assert service.trainers(job_id) == []
         assert service.client.post(f"/jobs/{job_id}/resume").status_code == 200
-        service.wait(job_id, "succeeded", "failed")
+        watch.until("succeeded", "failed")
     again = ["starting", "running"]
     watch.check(["queued", "preparing", "queued", *again, "pausing", "paused", "queued", *again, "succeeded"])
     assert weights(service, job_id) == undisturbed
@@ -253,7 +257,7 @@ def test_cancel_of_a_running_job(service: Service, spec: dict[str, Any]) -> None
     with Watch(service, job_id) as watch:
         service.wait_for_step(job_id, 2)
         assert service.client.post(f"/jobs/{job_id}/cancel").status_code == 200
-        service.wait(job_id, "cancelled")
+        watch.until("cancelled")
         assert service.trainers(job_id) == []
     watch.check(["queued", "preparing", "queued", "starting", "running", "stopping", "cancelled"])
     service.wait(waiting, "starting", "running")

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from bench import smoke as bench
 from tests.support.service import ROOT
 
+Told = tuple[int, str]
+"""Exit status, and what was printed."""
 
-def smoke(model: Path, into: Path, *more: str, asked: str = "1") -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.smoke", "--model", str(model), "--report", str(into), *more],
-        cwd=ROOT,
-        env=os.environ | {"EFT_HARDWARE_SMOKE": asked},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    return done.returncode, done.stdout + done.stderr
+
+@pytest.fixture
+def smoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Told]]:
+    """`python -m bench.smoke` in the test's process: with its OMP_NUM_THREADS of one thread, the service is forks of
+    what the tests have imported. That the command starts by itself is for the last test here."""
+    monkeypatch.setenv("EFT_HARDWARE_SMOKE", "1")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(model: Path, into: Path, *more: str) -> Told:
+        monkeypatch.setattr(sys, "argv", ["smoke", "--model", str(model), "--report", str(into), *more])
+        code = bench.main()
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 def parts(into: Path) -> dict[str, dict[str, Any]]:
@@ -32,9 +44,10 @@ def parts(into: Path) -> dict[str, dict[str, Any]]:
     return {part["part"]: part for part in report["parts"]} | {"": {"ok": report["ok"]}}
 
 
-def test_smoke_ends_well_and_leaves_a_report(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(280)
+def test_smoke_ends_well_and_leaves_a_report(tiny_dir: Path, tmp_path: Path, smoke: Callable[..., Told]) -> None:
     into = tmp_path / "report"
-    code, told = smoke(tiny_dir, into, "--epochs", "8", "--skip", "bench")
+    code, told = smoke(tiny_dir, into, "--epochs", "6", "--skip", "bench")
     assert code == 0, told
     found = parts(into)
     assert found["train, killed in the middle"]["resumed_at_step"] >= [5]
@@ -45,14 +58,24 @@ def test_smoke_ends_well_and_leaves_a_report(tiny_dir: Path, tmp_path: Path) -> 
     assert found["bench"]["skipped"] and found[""]["ok"]
 
 
-def test_what_does_not_hold_fails_it(tmp_path: Path) -> None:
+@pytest.mark.timeout(280)
+def test_what_does_not_hold_fails_it(tmp_path: Path, smoke: Callable[..., Told]) -> None:
     (tmp_path / "empty").mkdir()
-    code, told = smoke(tmp_path / "empty", tmp_path / "report", "--skip", "bench")
+    killed = "train, killed in the middle"  # a second job that fails as the other does
+    code, told = smoke(tmp_path / "empty", tmp_path / "report", "--skip", "bench", killed)
     assert code == 1 and "NOT ALL OF IT HELD" in told
     assert not parts(tmp_path / "report")["train, undisturbed"]["ok"]
     assert parts(tmp_path / "report")["doctor"]["ok"]
 
 
 def test_it_does_not_start_unasked(tmp_path: Path) -> None:
-    code, told = smoke(tmp_path, tmp_path / "report", asked="")
-    assert code == 2 and "EFT_HARDWARE_SMOKE=1" in told
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.smoke", "--model", str(tmp_path), "--report", str(tmp_path / "report")],
+        cwd=ROOT,
+        env=os.environ | {"EFT_HARDWARE_SMOKE": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 2 and "EFT_HARDWARE_SMOKE=1" in done.stdout + done.stderr

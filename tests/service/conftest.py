@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +20,6 @@ from sqlalchemy import select
 
 from api.auth import keys
 from api.auth.policy import Role, Scope
-from core import HOME
 from core.base import forks as base_forks
 from core.db.engine import Database
 from core.db.migrate import upgrade
@@ -154,7 +152,7 @@ def running_api(
     database_url: str | None = None,
     *,
     migrate: bool = True,
-    descriptors: int | None = None,
+    descriptors: int = 0,
     **settings: Any,
 ) -> Iterator[Api]:
     """`descriptors`: files and connections that the process may have open at most."""
@@ -173,13 +171,8 @@ def running_api(
     environment |= {"EFT_DATA": str(root), "EFT_DATABASE_URL": database_url, "EFT_PORT": str(port)}
     environment |= {f"EFT_{name.upper()}": str(value) for name, value in {**NO_LIMITS, **settings}.items()}
     log_file = folder / "api.log"
-    process: subprocess.Popen[bytes] | forks.Program
     with log_file.open("wb") as log:
-        if descriptors is None:
-            process = forks.start("api", environment=environment, log=log.fileno())
-        else:
-            command = ["prlimit", f"--nofile={descriptors}", sys.executable, "-m", "api"]
-            process = subprocess.Popen(command, cwd=HOME, env=environment, stderr=log, stdout=log)
+        process = forks.start("api", environment=environment, log=log.fileno(), descriptors=descriptors)
     api = Api(f"http://127.0.0.1:{port}", root, database_url, process, log_file, database)
     try:
         _wait(api)

@@ -19,6 +19,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -39,11 +40,18 @@ from core.spec.run.standby import OFFLINE
 
 IMPORTS = (*fork_server.IMPORTS, "box.up", "core.db.migrate")
 TRAINER = "core.train.entry.standby"
+CHECKER = "core.data.apart"
 SERVERS = {"box.up": fork_server.__name__, "worker": TRAINER}
+"""Programs that start a process of their own to fork trainers from, or what starts such a one, and its module."""
+AHEAD = {**SERVERS, "api": CHECKER}
 """Programs that start a process of their own to fork from, and its module."""
-MODULES = ("api", "api.auth.keys", "core.db.migrate", *SERVERS)
+MODULES = ("api.auth.keys", "core.db.migrate", *AHEAD)
 """What may be forked: programs whose imports read no settings."""
-ALIKE = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ALIKE = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONUNBUFFERED": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+}
 """Variables of a trainer that are read once, as all fork servers here have them. Other programs may lack them."""
 MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
 """Variables that a fork may have all the same: it tells mallopt(3) what the loader would have told it."""
@@ -55,6 +63,9 @@ ROOM_BYTES = 1 << 15
 FREE = 512
 """Descriptors from here on are free to move others to."""
 MESSAGE_BYTES = 1 << 20
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
+MS_BIND, MS_REC, MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
+"""Of setns(2), unshare(2) and mount(2)."""
 
 
 class Program(Forked):
@@ -80,14 +91,26 @@ class Program(Forked):
 
 
 def start(
-    module: str, *arguments: str, environment: Mapping[str, str], log: int, cwd: Path = HOME, with_parent: bool = False
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str],
+    log: int,
+    cwd: Path = HOME,
+    with_parent: bool = False,
+    network: str = "",
+    mounts: Sequence[tuple[Path, Path]] = (),
+    descriptors: int = 0,
 ) -> Program | subprocess.Popen[bytes]:
     """`python -m MODULE ARGUMENTS`, whose stdout and stderr are `log`. `with_parent`: it is killed when this process
-    ends; call from the main thread then."""
+    ends; call from the main thread then. `network`: a namespace that it is in from its start on, as by `ip netns exec`,
+    where it sees the folders of `mounts` at other places too. `descriptors`: so many it may have at most."""
     if module in MODULES and fits(environment):
         order = _order([module, *arguments], environment, cwd) | {"with_parent": with_parent}
+        order |= {"network": network, "mounts": [(str(folder), str(place)) for folder, place in mounts]}
+        order["descriptors"] = descriptors
         with _nothing() as stdin:
             return Program(_forks(module in SERVERS).fork(order, [stdin, log, log]))
+    assert not network and not descriptors, f"{module} cannot be forked with these variables"
     return start_cold(module, *arguments, environment=environment, log=log, cwd=cwd, with_parent=with_parent)
 
 
@@ -121,10 +144,12 @@ def run(module: str, *arguments: str, environment: Mapping[str, str]) -> str:
 
 
 def launch(command: Sequence[str], **options: Any) -> Program | subprocess.Popen[bytes]:
-    """For `forks.launch` of core.base, in the test's process: the fork server of trainers is a fork."""
-    if list(command[1:3]) != ["-m", TRAINER] or not fits(options["env"]):
+    """For `forks.launch` of core.base, in the test's process: the fork server of trainers is a fork, and so is that of
+    checks of uploads once there is something to fork it from, which takes longer to start than it does."""
+    forked = command[2] == TRAINER or (command[2] == CHECKER and _forks.cache_info().currsize > 0)
+    if command[1] != "-m" or not forked or not fits(options["env"]):
         return subprocess.Popen(command, **options)
-    return _launched(lambda order, given: _forks(True).fork(order, given), command, options)
+    return _launched(lambda order, given: _forks(command[2] == TRAINER).fork(order, given), command, options)
 
 
 def fits(environment: Mapping[str, str]) -> bool:
@@ -158,12 +183,14 @@ def _order(command: Sequence[str], environment: Mapping[str, str], cwd: Path | s
         "umask": int(umask, 8),
         "numbers": [],
         "with_parent": False,
+        "network": "",
+        "descriptors": 0,
     }
 
 
 @contextlib.contextmanager
 def _nothing() -> Iterator[int]:
-    descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
         yield descriptor
     finally:
@@ -192,7 +219,9 @@ def _launched(
             read, stdout = os.pipe()
             theirs.callback(os.close, stdout)
             on_failure.callback(os.close, read)
-        program = Program(fork(order, [stdin, stdout, options["stderr"], *options["pass_fds"]]))
+        elif stdout == subprocess.DEVNULL:
+            stdout = theirs.enter_context(_nothing())
+        program = Program(fork(order, [stdin, stdout, options.get("stderr", 2), *options["pass_fds"]]))
         on_failure.pop_all()
         program.stdin = None if write is None else os.fdopen(write, "wb", buffering=0)
         program.stdout = None if read is None else os.fdopen(read, "rb", buffering=0)
@@ -284,6 +313,10 @@ def _become(order: Mapping[str, Any], given: Sequence[int]) -> NoReturn:
     for descriptor, number in zip(moved, (0, 1, 2, *order["numbers"]), strict=True):
         os.dup2(descriptor, number)
     _close_all_but(*order["numbers"])
+    if order["network"]:
+        _enter(order["network"], order["mounts"])
+    if order["descriptors"]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (order["descriptors"], order["descriptors"]))
     os.umask(order["umask"])
     os.chdir(order["cwd"])
     os.environ.clear()
@@ -295,6 +328,23 @@ def _become(order: Mapping[str, Any], given: Sequence[int]) -> NoReturn:
     if module == TRAINER:
         _move_home()
     become_module(module, arguments)
+
+
+def _enter(network: str, mounts: Sequence[tuple[str, str]]) -> None:
+    """What `ip netns exec` does (ip-netns(8)), and mounts that no other process sees."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def done(result: int) -> None:
+        if result != 0:
+            raise OSError(ctypes.get_errno(), f"{network}, {mounts}: {os.strerror(ctypes.get_errno())}")
+
+    with open(f"/run/netns/{network}", "rb") as namespace:
+        done(libc.setns(namespace.fileno(), CLONE_NEWNET))
+    done(libc.unshare(CLONE_NEWNS))
+    done(libc.mount(b"", b"/", None, ctypes.c_ulong(MS_REC | MS_SLAVE), None))
+    done(libc.mount(b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None))
+    for folder, place in mounts:
+        done(libc.mount(os.fsencode(folder), os.fsencode(place), None, ctypes.c_ulong(MS_BIND), None))
 
 
 def _close_all_but(*kept: int) -> None:
@@ -328,13 +378,16 @@ def _move_home() -> None:
 
 
 def _make_ahead(module: str) -> None:
-    """A child of this process, which is about to be one of SERVERS, becomes its fork server when that is launched."""
-    if module not in SERVERS:
+    """A child of this process, which is about to be one of AHEAD, becomes its fork server when that is launched."""
+    if module not in AHEAD:
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
         _close_all_but(theirs.fileno())
+        if AHEAD[module] == CHECKER:  # which has none of the API's variables, also while it waits
+            os.environ.clear()
+            _show_environment()
         message, given, _, _ = socket.recv_fds(theirs, MESSAGE_BYTES, 8, socket.MSG_CMSG_CLOEXEC)
         if not message:
             os._exit(0)
@@ -348,7 +401,7 @@ def _make_ahead(module: str) -> None:
         return pid
 
     def launch(command: Sequence[str], **options: Any) -> Program | subprocess.Popen[bytes]:
-        if list(command[1:3]) != ["-m", SERVERS[module]] or ours.fileno() < 0 or not fits(options["env"]):
+        if list(command[1:3]) != ["-m", AHEAD[module]] or ours.fileno() < 0 or not fits(options["env"]):
             return subprocess.Popen(command, **options)
         return _launched(fork, command, options)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 from sqlalchemy import select, update
@@ -18,6 +19,7 @@ from sqlalchemy import select, update
 from api.app import create_app
 from api.auth import people, service
 from api.auth.policy import Right, Role, Scope
+from core.base import forks as base_forks
 from core.db.engine import db_now
 from core.db.migrate import upgrade
 from core.db.tables import ApiKey, Delivery, File, Job, Maintenance, User, Webhook
@@ -38,7 +40,7 @@ from core.spec.axes.export import GGUF
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.spec.session.job import SessionSpec
-from tests.support import migrated
+from tests.support import forks, migrated
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHA = "5" * 64
@@ -309,8 +311,9 @@ class World:
 
 @contextmanager
 def world(folder: Path, database_url: str = "", **settings: Any) -> Iterator[World]:
-    made = World(folder, database_url, **settings)
-    try:
-        yield made
-    finally:
-        made.close()
+    with mock.patch.object(base_forks, "launch", forks.launch):
+        made = World(folder, database_url, **settings)
+        try:
+            yield made
+        finally:
+            made.close()

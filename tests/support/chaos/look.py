@@ -98,11 +98,10 @@ def launchers(data: Path) -> list[Trainer]:
 def _processes(data: Path) -> Iterator[tuple[tuple[str, int], int, int, str]]:
     """((job, attempt), pid, session, module) of what runs a module of the trainer's in a run folder below `data`."""
     below = os.fsencode(data / "runs") + b"/"
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for name in filter(str.isdigit, os.listdir("/proc")):  # many times a second, so without a Path for each
         try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            with open(f"/proc/{name}/cmdline", "rb", buffering=0) as stream:
+                arguments = stream.read().split(b"\0")
         except OSError:
             continue
         if len(arguments) < 4 or arguments[1] != b"-m" or not arguments[2].startswith(b"core.train"):
@@ -110,9 +109,9 @@ def _processes(data: Path) -> Iterator[tuple[tuple[str, int], int, int, str]]:
         if not arguments[3].startswith(below):
             continue
         job, _, attempt = arguments[3][len(below) :].decode().partition("/attempt-")
-        session = _session(int(entry.name))
+        session = _session(int(name))
         if session is not None and attempt.isdigit():
-            yield (job, int(attempt)), int(entry.name), session, arguments[2].decode()
+            yield (job, int(attempt)), int(name), session, arguments[2].decode()
 
 
 def _session(pid: int) -> int | None:
