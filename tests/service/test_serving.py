@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -20,13 +22,13 @@ import pytest
 from core.train.tools.install import install
 from tests.support.service import Service, running, wait_for
 from tests.support.tools import CACHE, lm_eval_tools
-from tests.support.world import Caller, World
 
 if TYPE_CHECKING:
     import openai  # a third of a second, which not every process of pytest that reads this file needs
 
 IDLE = 10
 """Seconds without requests after which a process leaves."""
+SCORES, SAMPLES = "scores.json", "samples.jsonl"
 ASKED = [{"role": "user", "content": "turn on the light"}]
 
 
@@ -81,15 +83,23 @@ def children(service: Service) -> list[int]:
     return [pid for pid, command in service.processes().items() if "-m core.train.serving" in command]
 
 
-def peft_text(models: Path, adapter: Path | None, tokens: int) -> str:
+@functools.cache
+def loaded(models: Path, adapter: Path | None) -> tuple[Any, Any]:
+    """Tokenizer and model as transformers and PEFT read them."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(models / "tiny")
     model: Any = AutoModelForCausalLM.from_pretrained(models / "tiny", dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter)).eval()
+    return AutoTokenizer.from_pretrained(models / "tiny"), model
+
+
+def peft_text(models: Path, adapter: Path | None, tokens: int) -> str:
+    import torch
+
+    tokenizer, model = loaded(models, adapter)
     text = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     output = model.generate(
@@ -178,17 +188,40 @@ doc_to_target: 0
 metric_list: [{metric: acc}]
 """
 
-FROM_OUTSIDE = """
-import json, sys
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
-model, folder, samples = sys.argv[1:]
-tasks = TaskManager(include_path=folder, include_defaults=False)
-found = simple_evaluate("local-completions", model_args=model, tasks=["lights"], task_manager=tasks)
-open(samples, "w").write("".join(json.dumps(one, default=str) + "\\n" for one in found["samples"]["lights"]))
-print(json.dumps(found["results"]["lights"]))
-"""
-"""As the command `lm-eval run` does, which reads the thousands of files of its own tasks first."""
+
+def from_outside(service: Service, models: Path, folder: Path, place: Path) -> dict[str, Any]:
+    """Scores of the task `lights` below `folder` by the harness over HTTP: as the command `lm-eval run` does, which
+    reads the thousands of files of its own tasks first. In a fork of this process, which has torch and transformers."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(300)
+        try:
+            with (place / "log.txt").open("wb") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            os.environ |= {"HOME": str(place), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": service.key}
+            os.chdir(place)
+            sys.path.insert(0, str(lm_eval_tools().folder))
+            evaluate = importlib.import_module("lm_eval").simple_evaluate
+            tasks = importlib.import_module("lm_eval.tasks").TaskManager
+            model = f"model=lights,base_url={service.note()['url']}/v1/completions,tokenizer={models / 'tiny'}"
+            found = evaluate(
+                "local-completions",
+                model_args=f"{model},num_concurrent=2",
+                tasks=["lights"],
+                task_manager=tasks(include_path=str(folder), include_defaults=False),
+            )
+            (place / SCORES).write_text(json.dumps(found["results"]["lights"]))
+            lines = (json.dumps(one, default=str) + "\n" for one in found["samples"]["lights"])
+            (place / SAMPLES).write_text("".join(lines))
+        except BaseException:
+            traceback.print_exc(file=(place / "error.txt").open("w"))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert (place / SAMPLES).exists(), "".join(path.read_text()[-3000:] for path in place.glob("*.txt"))
+    scores: dict[str, Any] = json.loads((place / SCORES).read_text())
+    return scores
 
 
 def test_lm_eval_scores_a_served_model_and_an_export_the_same(
@@ -198,17 +231,10 @@ def test_lm_eval_scores_a_served_model_and_an_export_the_same(
     handed back. Both find PEFT's log-probabilities."""
     folder = service.folder / "tasks"
     questions = write_task(folder)
-    model = f"model=lights,base_url={service.note()['url']}/v1/completions,tokenizer={models / 'tiny'},num_concurrent=2"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", FROM_OUTSIDE, model, str(folder), str(tmp_path / "samples.jsonl")],
-        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": service.key,
-             "PYTHONPATH": str(lm_eval_tools().folder)},
-        check=False, cwd=tmp_path, timeout=300, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    scores = from_outside(service, models, folder, tmp_path)
     (adapter,) = (service.data / "runs" / tuned).glob("attempt-*/artifacts/adapter")
-    right = assert_peft_scores(tmp_path / "samples.jsonl", models, adapter)
-    assert json.loads(done.stdout.splitlines()[-1])["acc,none"] == right / len(questions)
+    right = assert_peft_scores(tmp_path / SAMPLES, models, adapter)
+    assert scores["acc,none"] == right / len(questions)
 
     url = f"/models/model-{tuned.removeprefix('job-')}/exports"
     asked = service.client.post(url, json={"export": [{"type": "lm_eval", "task": "lights"}]})
@@ -222,7 +248,7 @@ def test_lm_eval_scores_a_served_model_and_an_export_the_same(
     assert outcome["released"] and outcome["rows"] == len(questions), outcome
     assert outcome["scores"]["acc,none"] == right / len(questions)
     written = next((service.data / "runs" / asked.json()["id"]).glob("attempt-*/artifacts/lm-eval-lights"))
-    assert_peft_scores(written / "samples.jsonl", models, adapter)
+    assert_peft_scores(written / SAMPLES, models, adapter)
     assert "| lights | acc,none |" in (written / "README.md").read_text()
 
 
@@ -250,12 +276,8 @@ def assert_peft_scores(samples: Path, models: Path, adapter: Path) -> int:
 def peft_scores(models: Path, adapter: Path, question: str, answers: list[str]) -> list[float]:
     """Log-probability of each answer after the question."""
     import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(models / "tiny")
-    base: Any = AutoModelForCausalLM.from_pretrained(models / "tiny", dtype=torch.float32)
-    model: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
+    tokenizer, model = loaded(models, adapter)
     start, found = len(tokenizer(question, add_special_tokens=False)["input_ids"]), []
     for answer in answers:
         ids = tokenizer(question + answer, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -332,14 +354,3 @@ def test_a_job_has_its_slot_at_once_and_the_next_request_waits_for_it(
     asking.join(60)
     assert answers and answers[0].choices, "asked while the job had the slot"
     wait_for(lambda: not children(service), 40, "the process to leave, since nobody asks it", every=0.3)
-
-
-@pytest.mark.both_databases
-def test_another_projects_model_is_none(here: World, boss: Caller) -> None:
-    body = {"messages": ASKED}
-    for name in (here.rivals.model, here.rivals.job, f"{here.rivals.job}@base"):
-        reply = here.ask("POST", "/v1/chat/completions", boss.key, json=body | {"model": name})
-        assert reply.status_code == 404 and reply.json()["error"]["code"] == "model_not_found", reply.text
-        assert here.ask("GET", f"/v1/models/{name}", boss.key).status_code == 404
-    listed = here.ask("GET", "/v1/models", boss.key).json()["data"]
-    assert here.rivals.model not in {one["id"] for one in listed}

@@ -17,7 +17,6 @@ from core.jobs.lifecycle.sessions import log
 from core.jobs.policies import quotas
 from tests.support.world import MODEL, Caller, Project, World
 
-pytestmark = pytest.mark.both_databases
 ROW = {"tokens": [1, 2], "lengths": [2]}
 GONE = dict.fromkeys(("max_sessions", "max_adapters", "session_hours_week", "session_bytes"))
 
@@ -79,6 +78,7 @@ def closed(here: World, member: Caller, session: str) -> None:
     assert here.ask("POST", f"/sessions/{session}/close", member.key).json()["status"] == "closed"
 
 
+@pytest.mark.both_databases
 @pytest.mark.parametrize("scope", ["owner", "project"])
 def test_open_sessions(here: World, member: Caller, sender: Sender, limit: Callable[..., None], scope: Any) -> None:
     first = opened(sender)
@@ -108,6 +108,7 @@ def test_the_setting_is_for_who_has_no_quota(here: World, member: Caller, sender
         here.app.state.eft.settings.__dict__["max_sessions"] = 0
 
 
+@pytest.mark.both_databases
 def test_adapters(here: World, member: Caller, sender: Sender, limit: Callable[..., None]) -> None:
     """Over all open sessions; one that could not be made, was dropped, or whose session has ended counts no longer."""
     one, two = opened(sender), opened(sender)
@@ -135,6 +136,7 @@ def test_adapters(here: World, member: Caller, sender: Sender, limit: Callable[.
     assert sender.send(two, "create", model="e").status_code == 202
 
 
+@pytest.mark.both_databases
 def test_hours(here: World, member: Caller, sender: Sender, limit: Callable[..., None]) -> None:
     """Of slots that were held, in seven days, and of no slot that only prepares. What is trained can still be saved."""
     session_id = opened(sender)
@@ -166,6 +168,7 @@ def test_hours(here: World, member: Caller, sender: Sender, limit: Callable[...,
     assert sender.send(session_id, "zero_grad").status_code == 202
 
 
+@pytest.mark.both_databases
 @pytest.mark.parametrize("tokens", [2, log.IN_ROWS], ids=["in rows", "in files"])
 def test_bytes(here: World, member: Caller, sender: Sender, limit: Callable[..., None], tokens: int) -> None:
     """Arrays count until two snapshots hold them, or the session has ended."""

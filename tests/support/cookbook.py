@@ -10,8 +10,9 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.support.service import Service
 from tests.support.tiny_model import byte_tokenizer
 
 LOCK = ROOT / "locks" / "cookbook.txt"
+RECIPES = "tinker_cookbook.recipes"
+FORKS = Path(__file__).with_name("recipe_forks.py")
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 """The name by which recipes know the renderer; the folder has a small model."""
 ASKING = ("math_rl.train", "preference.", "multiplayer_rl", "distillation.", "prompt_d", "chat_sl")
@@ -67,15 +70,12 @@ def started(
 def run(service: Service, overlay: Path, row: str, log: Path, seconds: float = 400) -> tuple[int, str]:
     """Exit status and output of a recipe: its module and arguments, of which the last one for a field holds. `log`:
     where it writes its metrics."""
-    module, *more = row.split()
-    last = {one.partition("=")[0]: one for one in [f"model_name={MODEL}", f"log_path={log}", *more]}
-    if module.startswith(ASKING):
-        last.setdefault("behavior_if_log_dir_exists", "behavior_if_log_dir_exists=delete")
+    module, arguments = command(row, log)
     out = service.folder / "recipe.log"
     with out.open("w") as file:
         try:
             code = subprocess.run(
-                [str(python()), "-m", f"tinker_cookbook.recipes.{module}", *last.values()],
+                [str(python()), "-m", module, *arguments],
                 cwd=overlay,
                 env=environment(service),
                 stdout=file,
@@ -87,6 +87,46 @@ def run(service: Service, overlay: Path, row: str, log: Path, seconds: float = 4
     return code, out.read_text()
 
 
+def command(row: str, log: Path) -> tuple[str, list[str]]:
+    """Module and arguments."""
+    module, *more = row.split()
+    last = {one.partition("=")[0]: one for one in [f"model_name={MODEL}", f"log_path={log}", *more]}
+    if module.startswith(ASKING):
+        last.setdefault("behavior_if_log_dir_exists", "behavior_if_log_dir_exists=delete")
+    return f"{RECIPES}.{module}", list(last.values())
+
+
+@contextmanager
+def forking(service: Service, overlay: Path, *modules: str) -> Iterator[Callable[[str, Path], tuple[int, str]]]:
+    """`run` for tests, of these modules: the imports of a recipe take longer than a small one runs, so that each is a
+    fork of one process that has them (recipe_forks.py)."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as answers:
+        process = subprocess.Popen(
+            [str(python()), "-P", str(FORKS), str(writer), *(f"{RECIPES}.{name}" for name in modules)],
+            cwd=overlay,
+            env=environment(service),
+            stdin=subprocess.PIPE,
+            pass_fds=[writer],
+            text=True,
+        )
+        os.close(writer)
+        assert process.stdin is not None
+
+        def run_fork(row: str, log: Path) -> tuple[int, str]:
+            out = service.folder / "recipe.log"
+            print(json.dumps([*command(row, log), str(out), 400]), file=process.stdin, flush=True)
+            code = answers.readline()
+            assert code, "the process that forks recipes has ended"
+            return int(code), out.read_text()
+
+        try:
+            yield run_fork
+        finally:
+            process.stdin.close()
+            process.wait()
+
+
 def metrics(log: Path) -> list[dict[str, Any]]:
     """What a recipe has logged, a line a step."""
     found = log / "metrics.jsonl"
@@ -96,19 +136,18 @@ def metrics(log: Path) -> list[dict[str, Any]]:
 def make(folder: Path, model: Path | None = None, taught: tuple[int, int] = (0, 0)) -> None:
     """Write model and data into an empty folder."""
     if model is None:
-        command = [sys.executable, "-m", "tests.support.cookbook", str(folder / MODEL), *map(str, taught)]
-        subprocess.run(command, cwd=ROOT, check=True)
+        make_model(folder / MODEL, sums(*taught))
     else:
         shutil.copytree(model, folder / MODEL)
     numbers = range(ROWS)
     chats = [{"messages": chat(n), "prompt": sentence(n), "category": "Open QA"} for n in numbers]
-    sums = [{"question": f"What is {n % 7} + {n % 5}?", "answer": f"Easy.\n#### {n % 7 + n % 5}"} for n in numbers]
+    asked = [{"question": f"What is {n % 7} + {n % 5}?", "answer": f"Easy.\n#### {n % 7 + n % 5}"} for n in numbers]
     pairs = [{name: talk(n, text) for name, text in (("chosen", "yes"), ("rejected", "no"))} for n in numbers]
     for name, rows in {
         "HuggingFaceH4/no_robots/data": chats,
-        "openai/gsm8k/main": sums,
+        "openai/gsm8k/main": asked,
         "Anthropic/hh-rlhf/data": pairs,
-        "zwhe99/DeepMath-103K/data": [{"question": one["question"], "final_answer": "1"} for one in sums],
+        "zwhe99/DeepMath-103K/data": [{"question": one["question"], "final_answer": "1"} for one in asked],
         "allenai/tulu-3-sft-mixture/data": chats,
     }.items():
         for split in ("train", "test"):
@@ -181,7 +220,6 @@ def make_model(folder: Path, pairs: list[tuple[int, int]]) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     wrapped = byte_tokenizer(SPECIAL, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096)
-    torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(wrapped),
         hidden_size=64,
@@ -195,12 +233,10 @@ def make_model(folder: Path, pairs: list[tuple[int, int]]) -> None:
         pad_token_id=wrapped.pad_token_id,
         tie_word_embeddings=True,
     )
-    model = Qwen3ForCausalLM(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
     if pairs:
         teach(model, wrapped, pairs)
     model.save_pretrained(folder)
     wrapped.save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    make_model(Path(sys.argv[1]), sums(*map(int, sys.argv[2:])))

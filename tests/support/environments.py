@@ -23,12 +23,19 @@ def python_of(name: str, requirements: str, identity: str, libraries: Path | Non
         done = home / "done"
         if not done.exists():
             shutil.rmtree(home, ignore_errors=True)
-            subprocess.run(
-                [sys.executable, "-m", "venv", *(["--without-pip"] if libraries else []), str(home)], check=True
-            )
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)  # ours installs
             wanted = home / "requirements.txt"
             wanted.write_text(requirements)
-            pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "-q"]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "--python",
+                str(home / "bin" / "python"),
+                "install",
+                "-q",
+                "--no-compile",
+            ]
             subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", str(wanted)], check=True)
             if libraries is not None:
                 (found,) = home.glob("lib/python*/site-packages")

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import cookbook
-from tests.support.service import Service
 
 SUPERVISED = "sl_loop batch_size=8 max_steps=4 save_every=2 lora_rank=4 learning_rate=0.01"
 STEPS, GROUPS = 6, 2
 REWARDED = f"math_rl.train loss_fn=importance_sampling lora_rank=4 max_tokens=8 group_size=16 max_steps={STEPS} "
 REWARDED += f"groups_per_batch={GROUPS} learning_rate=0.002 eval_every=0 save_every=0"
+Run = Callable[[str, Path], tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Path]]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Run]]:
+    """A folder, and what runs a recipe."""
     service, overlay = cookbook.started(tmp_path_factory.mktemp("cookbook"), taught=(STEPS, GROUPS))
-    yield service, overlay
-    service.stop()
+    try:
+        with cookbook.forking(service, overlay, "sl_loop", "math_rl.train") as run:
+            yield service.folder, run
+    finally:
+        service.stop()
 
 
-def test_sl_loop_learns_and_goes_on_to_the_bit(place: tuple[Service, Path]) -> None:
+def test_sl_loop_learns_and_goes_on_to_the_bit(place: tuple[Path, Run]) -> None:
     """Resumed from its second step, it comes to the same losses."""
-    service, overlay = place
-    log = service.folder / "sl_loop"
-    code, output = cookbook.run(service, overlay, SUPERVISED, log)
+    folder, run = place
+    log = folder / "sl_loop"
+    code, output = run(SUPERVISED, log)
     assert code == 0, output[-4000:]
     losses = [step["train_mean_nll"] for step in cookbook.metrics(log)]
     assert len(losses) == 4 and losses[-1] < 0.95 * losses[0]
@@ -36,17 +40,17 @@ def test_sl_loop_learns_and_goes_on_to_the_bit(place: tuple[Service, Path]) -> N
     assert len(kept) == 1
     (log / "checkpoints.jsonl").write_text(kept[0] + "\n")
     (log / "metrics.jsonl").unlink()
-    code, output = cookbook.run(service, overlay, SUPERVISED, log)
+    code, output = run(SUPERVISED, log)
     assert code == 0, output[-4000:]
     assert [step["train_mean_nll"] for step in cookbook.metrics(log)] == losses[2:]
 
 
-def test_math_rl_learns_from_samples_of_what_it_trains(place: tuple[Service, Path]) -> None:
+def test_math_rl_learns_from_samples_of_what_it_trains(place: tuple[Path, Run]) -> None:
     """A model that knows the sums, but whose answers are right half of the time, comes to give right ones. In exact
     sessions the cookbook's own estimate of the divergence of sampler and trainer is 0."""
-    service, overlay = place
-    log = service.folder / "math_rl"
-    code, output = cookbook.run(service, overlay, REWARDED, log)
+    folder, run = place
+    log = folder / "math_rl"
+    code, output = run(REWARDED, log)
     assert code == 0, output[-4000:]
     steps = [step for step in cookbook.metrics(log) if "optim/kl_sample_train_v1" in step]
     assert len(steps) == STEPS
