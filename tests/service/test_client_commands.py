@@ -29,7 +29,8 @@ from eft.types import Job
 from typer.testing import CliRunner
 
 from core.jobs.lifecycle.finish import Failed, Succeeded
-from tests.support.client import EFT, environment
+from tests.support.client import environment
+from tests.support.eft_forks import program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE_JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"
@@ -253,7 +254,7 @@ def test_help_is_the_manual(eft: Any) -> None:
     assert mistyped.exit_code == 2 and "Did you mean 'cancel'?" in mistyped.stderr
     assert "Run the whole service" in eft("help").stdout
     narrow = subprocess.run(
-        [EFT, "help"], env=os.environ | {"COLUMNS": "60"}, capture_output=True, text=True, check=True
+        [program(), "help"], env=os.environ | {"COLUMNS": "60"}, capture_output=True, text=True, check=True
     )
     assert all(len(line.rstrip()) <= 60 for line in narrow.stdout.splitlines() if not line.startswith("  eft "))
     assert "\x1b" not in narrow.stdout
@@ -339,7 +340,7 @@ def shells() -> list[Any]:
 @pytest.mark.parametrize(("shell", "script"), shells())
 def test_a_shell_completes(api: Any, jobs: tuple[str, str, str], shell: list[str], script: str, tmp_path: Path) -> None:
     (tmp_path / "my job.yaml").touch()
-    variables = environment(api, PATH=f"{Path(EFT).parent}:{os.environ['PATH']}", HOME=str(tmp_path))
+    variables = environment(api, PATH=f"{Path(program()).parent}:{os.environ['PATH']}", HOME=str(tmp_path))
     for words, current, wanted in (
         ("eft show", jobs[0][:-2], jobs[0]),
         ("eft submit", "my", "my job.yaml"),
@@ -352,7 +353,7 @@ def test_a_shell_completes(api: Any, jobs: tuple[str, str, str], shell: list[str
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
 def test_zsh_reads_its_script(api: Any) -> None:
-    variables = environment(api, PATH=f"{Path(EFT).parent}:{os.environ['PATH']}")
+    variables = environment(api, PATH=f"{Path(program()).parent}:{os.environ['PATH']}")
     script = "autoload -Uz compinit; compinit -D -u; source <(eft completion zsh); print $_comps[eft]"
     done = subprocess.run(["zsh", "-f", "-c", script], env=variables, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "_eft_complete", done.stderr

@@ -23,7 +23,8 @@ from eft.terminal.astray import COMMANDS, OPTIONS
 from eft.terminal.output import Output, print_error
 from eft.times import point
 
-from tests.support.client import EFT, environment, run
+from tests.support.client import environment, run
+from tests.support.eft_forks import program
 
 JOB = f"job-{'0' * 26}"
 BAD = ("", "1e999", "\udcff \u2603=")
@@ -345,7 +346,7 @@ def test_ctrl_c_says_what_goes_on(api: Any) -> None:
     come_back = f"the job continues; come back with: eft watch {job_id}"
     for words, said in (((job_id,), come_back), ((job_id, "--json"), come_back), (("--json",), "the jobs continue")):
         child = subprocess.Popen(
-            [EFT, "watch", *words],
+            [program(), "watch", *words],
             env=environment(api),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -34,6 +34,8 @@ from eft.types import File, Job
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.eft_forks import program
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILE = {"id": f"file-{'0' * 26}", "filename": "a", "bytes": 1, "sha256": "", "created_at": ""}
 
@@ -243,7 +245,7 @@ def test_exit_codes_are_told_alike_everywhere() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE))
     assert rows == {str(int(code)): meaning for code, meaning in EXIT_MEANINGS.items()}
     shown = subprocess.run(
-        [sys.executable, "-m", "eft.cli", "--help"], capture_output=True, text=True, check=True, env={"COLUMNS": "200"}
+        [program(), "--help"], capture_output=True, text=True, check=True, env={"COLUMNS": "200"}
     ).stdout
     for code, meaning in EXIT_MEANINGS.items():
         assert re.search(rf"\b{int(code)}\s+{re.escape(meaning)}", shown)

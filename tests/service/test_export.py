@@ -60,9 +60,9 @@ def test_an_admin_gets_all_of_the_project_and_nothing_else(here: World) -> None:
         session.execute(update(Webhook).values(secrets=[{"secret": "whsec_hunter2", "until": None}]))
         session.execute(update(Webhook).values(url="https://hooks.example.org/services/hunter2"))
         owner = {"owner_id": here.lab.owner.user_id, "project_id": here.lab.id}
-        for step in range(3000):  # more than one block of rows
-            values = {"job_id": here.lab.job, "name": "loss", "step": step, "attempt": 2, "value": 0.5, "time": 1.0}
-            session.execute(insert(Metric).values(**values, **owner))
+        values = {"job_id": here.lab.job, "name": "loss", "attempt": 2, "value": 0.5, "time": 1.0}
+        more_than_one_block = [{"step": step, **values, **owner} for step in range(3000)]
+        session.execute(insert(Metric), more_than_one_block)
         hashes = [row for (row,) in session.query(ApiKey.sha256)]
     checkpoint = here.layout.attempt(here.lab.job, 2) / "checkpoints" / "step-00000001" / "state.bin"
     checkpoint.parent.mkdir(parents=True)

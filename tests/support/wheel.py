@@ -39,10 +39,10 @@ def environment(folder: Path, *more: str) -> Path:
         done.add(name)
         distribution = importlib.metadata.distribution(name)
         for file in distribution.files or ():
-            if not file.parts[0].startswith("..") and file.suffix != ".pyc":
+            if not file.parts[0].startswith("..") and (file.suffix != ".pyc" or file.locate().exists()):
                 target = site / file
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(str(file.locate()), target)
+                shutil.copy2(str(file.locate()), target)  # with its time: what is compiled is of a file of that time
         wanted += _needed(distribution.requires or ())
     pip = bin_folder / "pip"
     pip.write_text(f'#!/bin/sh\nexec {sys.executable} -m pip --python {bin_folder}/python "$@"\n')
