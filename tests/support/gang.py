@@ -2,13 +2,15 @@
 
 Starting a rank is seconds, and the runs of tests are less. The first run is begun as `-m core.train.ranks RUN_DIR`
 would begin it, the others go on from `run` with the environment that a launcher would have given. `forked` makes the
-ranks of this process, as the product's launcher does on a CPU (core/train/ranks/launch.py).
+ranks of this process, as the product's launcher does on a CPU (core/train/ranks/launch.py); `under_torchrun` has
+torchrun make them, whose process is a fork too.
 `RUN_DIR@RANK:PLACE` asks one rank alone to leave, at the n-th place in training where it looks whether it should.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,7 +18,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from core.train.base.stop import Stop
 from core.train.ranks import __main__ as rank_main
@@ -67,7 +68,22 @@ def forked(*arguments: str, ranks: int = 2) -> list[int]:
     return [process.wait() for process in processes]
 
 
-def main() -> NoReturn:
+def under_torchrun(*arguments: str, ranks: int = 2) -> int:
+    """The runs under the real torchrun, and its exit status. `--run-path` and `--start-method fork` are options of its
+    own by which it forks its ranks: they, and it, need not import torch anew. (As processes that do it starts them in
+    tests/rehearsal/test_runs.py.)"""
+
+    def become() -> int:
+        from torch.distributed import run
+
+        how = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", "--start-method", "fork")
+        run.main([*how, "--run-path", __file__, *arguments])
+        return 0
+
+    return Forked(Path(arguments[0]), program=become).wait()
+
+
+def main() -> int:
     first, *more = sys.argv[1:]
     rank_env = RankEnv.from_environ()
     sys.argv = [rank_main.__file__, first]
@@ -87,8 +103,10 @@ def main() -> NoReturn:
     name = CODES if rank_env.rank == 0 else f"codes-{rank_env.rank}.json"
     (Path(first) / name).write_text(json.dumps(codes))
     sys.stdout.flush()
-    os._exit(0)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    status = main()
+    if multiprocessing.parent_process() is None:  # otherwise torchrun waits until it returns
+        os._exit(status)
