@@ -65,9 +65,15 @@ def trained(tmp_path: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def judges(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run of each case. It is everybody's: nothing is written there."""
+    return {name: trained(tmp_path_factory.mktemp("judge"), tiny_dir, "reward", **axes) for name, axes in CASES.items()}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_plain_transformers_scores_as_training_did(tmp_path: Path, tiny_dir: Path, name: str) -> None:
-    folder = trained(tmp_path, tiny_dir, "reward", **CASES[name])
+def test_plain_transformers_scores_as_training_did(judges: dict[str, Path], tiny_dir: Path, name: str) -> None:
+    folder = judges[name]
     before, after = (event["values"] for event in events(folder, "evaluation"))
     assert after["eval_accuracy"] > before["eval_accuracy"] and after["eval_loss"] < before["eval_loss"]
     artifacts = folder / "artifacts"
@@ -127,7 +133,9 @@ def test_plain_transformers_judges_steps(tmp_path: Path, tiny_dir: Path) -> None
     assert right / total == pytest.approx(after["values"]["eval_accuracy"])
 
 
-def test_a_new_head_goes_over_the_adapter_of_a_language_model(tmp_path: Path, tiny_dir: Path) -> None:
+def test_a_new_head_goes_over_the_adapter_of_a_language_model(
+    judges: dict[str, Path], tmp_path: Path, tiny_dir: Path
+) -> None:
     method = LoRA(r=4, lora_dropout=0.0, lora_alpha=8)
     sft = trained(tmp_path, tiny_dir, "sft", method=LORA) / "artifacts" / "adapter"
     seed_all(0)
@@ -139,23 +147,22 @@ def test_a_new_head_goes_over_the_adapter_of_a_language_model(tmp_path: Path, ti
     for name, tensor in saved.items():
         assert torch.equal(held[name.replace(".weight", ".default.weight")], tensor), name
     assert torch.equal(head_of_model(model).weight, head) and head_of_model(model).weight.requires_grad
-    reward = trained(tmp_path, tiny_dir, "reward", method=LORA) / "artifacts" / "adapter"
+    reward = judges["lora"] / "artifacts" / "adapter"
     with pytest.raises(EftError, match="no place for"):
         load_adapter(start_of(tiny_dir, method, torch.float32), reward)
 
 
-def test_a_reward_model_is_trained_further_with_its_head(tmp_path: Path, tiny_dir: Path) -> None:
-    first = trained(tmp_path, tiny_dir, "reward", method={"type": "full"})
-    (tmp_path / "again").mkdir()
-    second = trained(tmp_path / "again", first / "artifacts" / "model", "reward", method=LORA)
+def test_a_reward_model_is_trained_further_with_its_head(judges: dict[str, Path], tmp_path: Path) -> None:
+    first = judges["full"]
+    second = trained(tmp_path, first / "artifacts" / "model", "reward", method=LORA)
     *_, end = events(first, "evaluation")
     begin, *_ = events(second, "evaluation")
     for figure, value in end["values"].items():
         assert begin["values"][figure] == pytest.approx(value, rel=1e-5), figure
 
 
-def test_a_reward_models_files_are_not_packed(tmp_path: Path, tiny_dir: Path) -> None:
-    first = trained(tmp_path, tiny_dir, "reward", method={"type": "full"})
+def test_a_reward_models_files_are_not_packed(judges: dict[str, Path], tmp_path: Path) -> None:
+    first = judges["full"]
     rows = write_rows(tmp_path / "rows.jsonl", margins(ROWS))
     folder = write_run(tmp_path / "run", first / "artifacts" / "model", rows, stage="reward", method="qlora")
     assert run(folder) != 0

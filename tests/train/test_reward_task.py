@@ -39,6 +39,10 @@ from worker.orders import tools_of
 REWARD: Any = TypeAdapter(RewardArm).validate_python({"type": "task", "extract": "<answer>(.*?)</answer>"})
 
 
+SUMS: dict[str, Any] = {"name": "chain_sum", "size": 12, "level": 0}
+"""Problems of several tests: each set that is new to the cache starts a program that imports the library."""
+
+
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[ProgramSandbox]:
     task_tools()
@@ -81,7 +85,7 @@ def test_the_table_is_what_the_library_has(sandbox: ProgramSandbox) -> None:
 def test_a_verifier_replies_until_an_answer_is_right(
     sandbox: ProgramSandbox, cache: ModelCache, tiny_dir: Path
 ) -> None:
-    row = rows_of(path_of(cache, type="task", name="chain_sum", size=2, level=0))[0]
+    row = rows_of(path_of(cache, **SUMS))[0]
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     said = [["<answer>no</answer>", "no"], [f"<answer>{row['reference']}</answer>", "no"]]
 
@@ -149,12 +153,12 @@ def test_problems_are_a_function_of_their_fields_and_seeds_share_none(cache: Mod
 
 def test_level_and_options_make_problems_harder_and_a_task_may_refuse_them(cache: ModelCache) -> None:
     def terms(**fields: Any) -> set[int]:
-        found = rows_of(path_of(cache, name="chain_sum", size=12, **fields))
+        found = rows_of(path_of(cache, **SUMS | fields))
         return {len(row["prompt"].split("=")[0].split()) for row in found}
 
-    easy, hard = terms(level=0), terms(options={"min_terms": 9, "max_terms": 9})
+    easy, hard = terms(), terms(level=None, options={"min_terms": 9, "max_terms": 9})
     assert max(easy) < min(hard) and len(hard) == 1
-    assert terms(level=0, options={"min_terms": 9, "max_terms": 9}) == hard
+    assert terms(options={"min_terms": 9, "max_terms": 9}) == hard
     with pytest.raises(DataError, match=r"makes no problems with this level and these options: .*max_terms") as refused:
         path_of(cache, name="chain_sum", options={"min_terms": 9})
     assert refused.value.code == "task_refused" and refused.value.field == "data.train.options"
@@ -162,7 +166,7 @@ def test_level_and_options_make_problems_harder_and_a_task_may_refuse_them(cache
 
 @pytest.mark.parametrize("name", ["chain_sum", "arc_1d", "countdown", "tower_of_hanoi", "prime_factorization", "maze"])
 def test_a_right_answer_gets_1_and_others_less(sandbox: ProgramSandbox, cache: ModelCache, name: str) -> None:
-    rows = rows_of(path_of(cache, name=name, size=2))
+    rows = rows_of(path_of(cache, **SUMS if name == SUMS["name"] else {"name": name, "size": 2}))[:2]
     prompts = [asked(line, row) for line, row in enumerate(rows, 1)]
     right = [f"So it is <answer> {row['reference']}\n</answer>" for row in rows]
     assert values_of(REWARD, right, prompts, sandbox) == [1.0, 1.0]
@@ -172,7 +176,7 @@ def test_a_right_answer_gets_1_and_others_less(sandbox: ProgramSandbox, cache: M
 
 
 def test_an_answer_that_is_never_verified_gets_0_with_the_reason(sandbox: ProgramSandbox, cache: ModelCache) -> None:
-    row = rows_of(path_of(cache, name="countdown", size=1))[0]
+    row = rows_of(path_of(cache, name="countdown", size=2))[0]
     reward = REWARD.model_copy(update={"seconds": 0.5})
     answers = [f"<answer>{text}</answer>" for text in ("9**9**9**9", row["reference"], "")]
     endless, right, empty = values_of(reward, answers, [asked(1, row)] * 3, sandbox)
@@ -194,12 +198,11 @@ STAGE = {"type": "grpo", "num_generations": 4, "max_completion_length": 6, "temp
 def test_a_job_trains_on_a_task_and_is_evaluated_on_other_problems(
     tiny_dir: Path, tmp_path: Path, cache: ModelCache
 ) -> None:
-    fields = {"name": "chain_sum", "size": 6, "level": 0}
     run_dir = write_run(
         tmp_path / "run",
         tiny_dir,
-        path_of(cache, **fields),
-        held_out=path_of(cache, **fields | {"seed": 1}),
+        path_of(cache, **SUMS),
+        held_out=path_of(cache, **SUMS | {"seed": 1, "size": 2}),
         cache_dir=linked(tmp_path / "cache"),
         stage=STAGE,
         training={"max_steps": 2, "per_device_train_batch_size": 4, "max_length": 128},

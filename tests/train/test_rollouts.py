@@ -141,7 +141,8 @@ SHAKY = "def reward(completions):\n    return [1 / (len(c) - len(c)) if c > 'm' 
 
 
 def test_code_of_users_rewards(tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
-    ran = go(tmp_path / "run", tiny_dir, rows, stage={"reward": [{"type": "python", "source": SOURCE}]})
+    stage = {"reward": [{"type": "python", "source": SOURCE}]}
+    ran = go(tmp_path / "run", tiny_dir, rows, stage=stage, training={"max_steps": 2})
     lines = [json.loads(line) for line in (ran / "artifacts" / "rollouts.jsonl").read_text().splitlines()]
     for line in lines:
         assert line["rewards"] == {"python": pytest.approx(len(line["completion"]) / 10 + line["line"] - 1)}
@@ -345,7 +346,8 @@ def test_groups_without_variance_are_left_out_with_the_same_gradient(
 
 
 def test_rewards_that_are_all_alike_change_nothing_and_are_told(tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
-    run_dir = go(tmp_path / "run", tiny_dir, rows, stage={"reward": [{"type": "regex", "pattern": "(?s).*"}]})
+    stage = {"reward": [{"type": "regex", "pattern": "(?s).*"}]}
+    run_dir = go(tmp_path / "run", tiny_dir, rows, stage=stage, training={"max_steps": 2})
     told = {notice["code"]: notice["message"] for notice in notices(run_dir)}
     assert "all answers have the same reward" in told["rewards_alike"]
     assert {values["grad_norm"] for values in figures(run_dir).values()} == {0.0}
@@ -405,7 +407,9 @@ def test_a_prompt_without_room_is_told_with_the_row(tiny_dir: Path, tmp_path: Pa
 # --- held-out prompts ------------------------------------------------------------------------------------
 
 
-def test_rewards_of_held_out_prompts_choose_the_best_weights(tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
+def test_rewards_of_held_out_prompts_choose_the_best_weights(
+    calm: Path, tiny_dir: Path, rows: Path, tmp_path: Path
+) -> None:
     asked = [{"prompt": f"held out, number {n}", "reference": "a"} for n in range(5)]
     held = write_rows(tmp_path / "held.jsonl", asked)
     data = {
@@ -430,9 +434,9 @@ def test_rewards_of_held_out_prompts_choose_the_best_weights(tiny_dir: Path, row
     for event in events(run_dir, "samples"):
         assert [sample["row"] for sample in event["samples"]] == [0, 2]
         assert {sample["reference"] for sample in event["samples"]} == {"a"}
-    calm = figures(go(tmp_path / "calm", tiny_dir, rows))
+    undisturbed = figures(calm)
     for step, values in figures(run_dir).items():
-        assert values == calm[step], "an evaluation changes nothing of the training"
+        assert values == undisturbed[step], "an evaluation changes nothing of the training"
 
 
 def test_ppo_learns_values_and_hands_back_the_model_without_them(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:

@@ -106,10 +106,18 @@ def test_a_streamed_job_hands_back_what_the_resident_one_does(
         assert (told["where"], told["blocks"], told["slots"]) == (where, BLOCKS, slots)
 
 
-def test_resume_is_exact_to_the_bit_from_and_to_every_way_of_holding_blocks(place: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    """A run that nothing disturbs, with `stream: auto`: its blocks are resident."""
+    return done(place, place / "auto", "auto")
+
+
+def test_resume_is_exact_to_the_bit_from_and_to_every_way_of_holding_blocks(
+    place: Path, tmp_path: Path, whole: Path
+) -> None:
     """Stopped in the middle of an accumulation window on disk, gone on with in host memory; and the same checkpoint
     gone on with resident."""
-    wanted = handed_back(done(place, tmp_path / "whole", "none"))
+    wanted = handed_back(whole)
     stop = Stop()
     first = order(place, tmp_path / "first", "disk")
     watching = _StopAtStep(first, stop, after=3)
@@ -170,11 +178,10 @@ def test_a_data_root_that_disappears_ends_the_job_as_the_machines_fault(place: P
     assert "block-00002" in error["message"] and "retry" in error["message"]
 
 
-def test_auto_is_settled_at_the_start_and_says_why(place: Path, tmp_path: Path) -> None:
-    run_dir = done(place, tmp_path / "auto", "auto")
-    told = memory_of(run_dir)
+def test_auto_is_settled_at_the_start_and_says_why(whole: Path) -> None:
+    told = memory_of(whole)
     assert told["where"] == "none" and "fits on the device" in told["reason"]
-    assert [e["message"] for e in events(run_dir, "notice") if e["code"] == "stream"] == [
+    assert [e["message"] for e in events(whole, "notice") if e["code"] == "stream"] == [
         f"no block is streamed: {told['reason']}"
     ]
 
