@@ -1,18 +1,18 @@
-"""Three runs of one job from one process, forked: resident, resident under a limit on memory, and streamed from disk
-under that limit: `python -m tests.support.limited FOLDER LIMIT_BYTES`, with run folders `free`, `tight` and `disk`, and
-`warm`, a small job that is run first, so that all code is loaded before the limit counts.
+"""Three runs of one job, forks of one process: resident, resident under a limit on memory, and streamed from disk under
+that limit; their run folders are `free`, `tight` and `disk`. `warm` is a small job that is run first, so that all code
+is loaded before the limit counts.
 
 The limit is the kernel's, on private memory that may be written (RLIMIT_DATA, setrlimit(2)), above what the process has
-before it loads a model. Prints one JSON object: the exit codes.
+before it loads a model.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def data_bytes() -> int:
@@ -20,7 +20,23 @@ def data_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
 
-def main(folder: Path, limit: int) -> dict[str, int]:
+def limit_memory(more: int) -> list[Any]:
+    """Let this process have so many bytes more. What was freed in its heap before (by other tests, where it is a fork
+    of theirs) is filled, as long as the result is kept."""
+    import torch
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes(), hard))
+    filled = list[Any]()
+    with suppress(MemoryError, RuntimeError):
+        while True:
+            filled.append(torch.empty(2**18, dtype=torch.uint8))
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more, hard))
+    return filled
+
+
+def limited_runs(folder: Path, limit: int) -> dict[str, int]:
+    """The exit codes."""
     from core.train.recipe import run
 
     codes = {"warm": run(folder / "warm")}
@@ -29,16 +45,11 @@ def main(folder: Path, limit: int) -> dict[str, int]:
         if child == 0:
             code = 99
             try:
-                if name != "free":
-                    most = data_bytes() + limit
-                    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+                filled = limit_memory(limit) if name != "free" else []
                 code = run(folder / name)
+                del filled
             finally:
                 os._exit(code)
         _, status = os.waitpid(child, 0)
         codes[name] = os.waitstatus_to_exitcode(status)
     return codes
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]))))

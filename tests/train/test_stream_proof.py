@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,19 +16,20 @@ from core.train.kernels.scratch import clear_scratch
 from core.train.memory.streaming.blocks import StreamedBlock, lay_out
 from core.train.quant.linear import QuantLinear
 from core.train.quant.targets import QuantOptions
-from tests.support import tiny_model
 from tests.support.blocks import IDS, from_disk, resident
+from tests.support.limited import limited_runs
 from tests.support.live_bytes import LiveBytes
 from tests.support.small_llama import save
-from tests.support.trainer import ENVIRONMENT, ROOT, events, log, pairs, weights, write_rows, write_run
+from tests.support.trainer import Forked, events, log, pairs, weights, write_rows, write_run
 
 MIB = 2**20
 
 
-def test_under_a_limit_the_resident_run_dies_and_the_streamed_one_trains_the_same_weights(tmp_path: Path) -> None:
+def test_under_a_limit_the_resident_run_dies_and_the_streamed_one_trains_the_same_weights(
+    tmp_path: Path, tiny_dir: Path
+) -> None:
     """12 blocks of 14 MB in float32, and room for half of them."""
-    for name in ("small", "model"):
-        tiny_model.make(tmp_path / name)
+    shutil.copytree(tiny_dir, tmp_path / "model")
     config = AutoConfig.from_pretrained(tmp_path / "model")
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
              "num_key_value_heads": 8, "head_dim": 64}  # fmt: skip
@@ -46,7 +45,7 @@ def test_under_a_limit_the_resident_run_dies_and_the_streamed_one_trains_the_sam
     for name, stream in (("warm", disk), ("free", "none"), ("tight", "none"), ("disk", disk)):
         write_run(
             tmp_path / name,
-            tmp_path / ("small" if name == "warm" else "model"),
+            tiny_dir if name == "warm" else tmp_path / "model",
             rows,
             cache_dir=tmp_path / "cache",
             method={"type": "lora", "r": 2, "lora_dropout": 0.1},
@@ -54,16 +53,19 @@ def test_under_a_limit_the_resident_run_dies_and_the_streamed_one_trains_the_sam
             training={"max_steps": 2, "per_device_train_batch_size": 2, "max_length": 32, "precision": "fp32"},
             memory={"stream": stream, "gradient_checkpointing": True},
         )
-    command = [sys.executable, "-m", "tests.support.limited", str(tmp_path), str(blocks // 2)]
-    found = subprocess.run(
-        command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, check=True, text=True
-    )
-    codes = json.loads(found.stdout.splitlines()[-1])
-    assert codes["free"] == 0, events(tmp_path / "free")[-1]
-    assert codes["tight"] != 0
+    codes = tmp_path / "codes.json"
+
+    def work() -> int:
+        codes.write_text(json.dumps(limited_runs(tmp_path, blocks // 2)))
+        return 0
+
+    assert Forked(tmp_path / "warm", program=work).wait() == 0, log(tmp_path / "warm")
+    ended = json.loads(codes.read_text())
+    assert ended["free"] == 0, events(tmp_path / "free")[-1]
+    assert ended["tight"] != 0
     death = events(tmp_path / "tight")[-1]
     assert (death["type"], death["failure"]) == ("error", "memory"), death
-    assert codes["disk"] == 0, (events(tmp_path / "disk")[-1], log(tmp_path / "disk"))
+    assert ended["disk"] == 0, (events(tmp_path / "disk")[-1], log(tmp_path / "disk"))
     assert weights(tmp_path / "disk") == weights(tmp_path / "free")
 
 
