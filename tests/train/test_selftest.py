@@ -153,35 +153,31 @@ def test_a_card_that_others_fill_is_not_condemned(tmp_path: Path) -> None:
     assert verdict.refused == verdict.fault and remembered(device(tmp_path, "full"), "box", tmp_path) is None
 
 
-def test_what_could_not_be_tried_is_tried_again_while_the_worker_serves(
+def test_what_could_not_be_tried_is_tried_again_but_for_the_part_in_which_the_machine_went_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file lies where the verdicts' folder is to be, as a full disk would have it; then it is gone."""
+    """While the worker serves. First the verdicts' folder cannot be had, as on a full disk. Then it can, and has the
+    journal of an earlier boot, which blames the part that has no end; what was done before it counts."""
     monkeypatch.setattr("worker.gpus.selftest.AGAIN_SECONDS", 0.1)
-    selftest.folder(tmp_path).touch()
-    tests, told = SelfTests([device(tmp_path)], "box", tmp_path, 60.0), list[bool]()
+    here, disk = device(tmp_path), tmp_path / "disk"
+    selftest.folder(tmp_path).symlink_to(disk)
+    tests, told = SelfTests([here], "box", tmp_path, 60.0), list[bool]()
     keeper = threading.Thread(target=tests.keep, args=(lambda: told.append(tests.offered("slot-0")),), daemon=True)
     keeper.start()
     wait_for(lambda: told, 60, "the first answer")
     assert not tests.offered("slot-0") and "could not run" in (tests.choice("slot-0").refused or "")
-    selftest.folder(tmp_path).unlink()
-    wait_for(lambda: tests.offered("slot-0"), 60, "the verdict")
-    keeper.join(250)
-    assert not keeper.is_alive() and told[0] is False and told[-1] is True
-
-
-def test_a_machine_that_went_down_in_a_part_is_not_sent_there_again(tmp_path: Path) -> None:
-    """The journal of an earlier boot blames the part that has no end, and what was done before it counts."""
-    here = device(tmp_path)
-    folder = selftest.folder(tmp_path)
-    folder.mkdir(parents=True)
     done = [name for name in this_machines().parts if not name.startswith(("loss.logits", "rows"))]
     passed = Part(status="passed", difference=0.0, tolerance=1.0).model_dump()
     lines = [{"boot": "another"}, *({"end": name, "part": passed} for name in done), {"begin": "loss.logits.fp16"}]
-    journal = folder / f".box-{key_of(here)}.journal"
+    (tmp_path / "mended").mkdir()
+    journal = tmp_path / "mended" / f".box-{key_of(here)}.journal"
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"beg')
-    verdict = examine(here, "box", tmp_path, 60.0)
-    assert statuses(verdict) == {"loss.logits.fp16": "crashed"}
+    (tmp_path / "mended").rename(disk)
+    wait_for(lambda: tests.offered("slot-0"), 60, "the verdict")
+    keeper.join(250)
+    assert not keeper.is_alive() and told[0] is False and told[-1] is True
+    verdict = tests.verdict("slot-0")
+    assert verdict is not None and statuses(verdict) == {"loss.logits.fp16": "crashed"}
     assert verdict.parts["loss.logits.fp16"].error == "the machine went down while it ran"
     assert verdict.parts["matmul.bf16"].tolerance == 1.0, "taken from the journal"
     assert verdict.parts["loss.logits.bf16"].status == "passed"
