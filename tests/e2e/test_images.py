@@ -1,7 +1,8 @@
 """Every command of the images and of docker-compose.yml, word for word, against a real PostgreSQL and a real broker.
 
 What the containers would have differently is put in: paths (/data, /run/secrets), addresses, and `valkey-server`, which
-is the embedded broker's here. The images' own commands are those of compose (tests/unit/test_compose.py).
+is the embedded broker's here. The images' own commands are those of compose (tests/unit/test_compose.py). `python -m`
+of the API, the worker and what prepares them goes on in a fork (tests/support/forks.py); health checks start cold.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from box import healthy
 from core import HOME
 from core.settings import Settings
 from deploy.check.dockerfile import read
-from tests.support import selftest
+from tests.support import forks, selftest
 from tests.support.compose import SERVICES, default
 from tests.support.service import wait_for
 
@@ -63,7 +64,7 @@ class Deployment:
             "EFT_HOST": "127.0.0.1",
             "EFT_PORT": str(self.ports["api"]),
         }
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, subprocess.Popen[bytes] | forks.Program] = {}
 
     def words(self, text: str) -> str:
         """A path or an address of a container as it is here."""
@@ -78,7 +79,7 @@ class Deployment:
         given |= {name: str(self.data) for name in ("EFT_DATA", "EFT_WORK") if name in given}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
         path = f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return kept | {"PATH": path, "PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", "EFT_SPARE": "0"} | given
+        return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "EFT_SPARE": "0"} | given
 
     def settings(self) -> Settings:
         """As the services have them, for what is asked here and not by a process of its own."""
@@ -92,18 +93,27 @@ class Deployment:
             node="box-cpu",
         )
 
-    def start(self, service: str) -> subprocess.Popen[bytes]:
+    def start(self, service: str) -> None:
         command = [self.words(word) for word in SERVICES[service]["command"]]
+        environment = self.environment(service)
         with (self.folder / f"{service}.log").open("wb") as log:
-            self.running[service] = subprocess.Popen(
-                command, cwd=HOME, env=self.environment(service), stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-        return self.running[service]
+            if command[:2] == ["python", "-m"]:
+                self.running[service] = forks.start(*command[2:], environment=environment, log=log.fileno())
+            else:
+                self.running[service] = subprocess.Popen(
+                    command, cwd=HOME, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
 
-    def run(self, service: str, command: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, cwd=HOME, env=self.environment(service), capture_output=True, text=True, timeout=120, check=False
+    def run(self, service: str, command: list[str]) -> str:
+        """What it printed; it has ended well."""
+        environment = self.environment(service)
+        if command[:2] == ["python", "-m"] and command[2] in forks.MODULES:
+            return forks.run(*command[2:], environment=environment)
+        done = subprocess.run(
+            command, cwd=HOME, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def log(self, service: str) -> str:
         return (self.folder / f"{service}.log").read_text(errors="replace")
@@ -152,8 +162,7 @@ def test_every_service_starts_is_healthy_and_ends_in_order(deployment: Deploymen
         stranger.ping()
     assert PASSWORD.encode() not in Path(f"/proc/{deployment.running['broker'].pid}/cmdline").read_bytes()
 
-    migrated = deployment.run("migrate", SERVICES["migrate"]["command"])
-    assert migrated.returncode == 0, migrated.stderr
+    deployment.run("migrate", SERVICES["migrate"]["command"])
 
     # The first key, as start.sh asks for it; then the API.
     key_file = deployment.folder / "first.key"
@@ -161,8 +170,7 @@ def test_every_service_starts_is_healthy_and_ends_in_order(deployment: Deploymen
         (HOME / "deploy/start.sh").read_text().replace("\\\n", " ").partition("exec -T api python -m api.auth.keys")[2]
     )
     words = asked.partition(">")[0].replace("/data/first.key", str(key_file)).split()
-    made = deployment.run("api", ["python", "-m", "api.auth.keys", *words])
-    assert made.returncode == 0, made.stderr
+    deployment.run("api", ["python", "-m", "api.auth.keys", *words])
     settings = deployment.settings()
     unhealthy, words = healthy.api(settings)
     assert not unhealthy and "no answer from 127.0.0.1" in words
@@ -171,15 +179,13 @@ def test_every_service_starts_is_healthy_and_ends_in_order(deployment: Deploymen
     deployment.start("api")
     url, key = f"http://127.0.0.1:{deployment.ports['api']}", key_file.read_text().strip()
     deployment.wait("api", lambda: reached(f"{url}/jobs", key) is not None, "the API")
-    well = deployment.run("api", health("Dockerfile", "api"))
-    assert (well.returncode, well.stdout) == (0, "ready\n"), well.stderr
+    assert deployment.run("api", health("Dockerfile", "api")) == "ready\n"
 
     selftest.lay(deployment.data, "box-cpu", inherited=deployment.environment("worker-cpu"))
     deployment.start("worker-cpu")
     deployment.wait("worker-cpu", lambda: " ready." in deployment.log("worker-cpu"), "the worker")
     assert [node["name"] for node in reached(f"{url}/nodes", key)] == ["box-cpu"]
-    well = deployment.run("worker-cpu", health("Dockerfile", "worker"))
-    assert well.returncode == 0 and well.stdout.startswith("box-cpu: cpu"), well.stderr
+    assert deployment.run("worker-cpu", health("Dockerfile", "worker")).startswith("box-cpu: cpu")
     unhealthy, words = healthy.worker(settings, gpu=True)
     assert not unhealthy and "serves no GPU" in words, "a container that was not given its devices"
 

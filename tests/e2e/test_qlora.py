@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.client import EFT
+from tests.support.eft_forks import program
 from tests.support.hub import Hub, serving
 from tests.support.service import Service, running
 
@@ -75,7 +75,7 @@ def test_from_post_to_a_merged_model(service: Service, models: Path, hub: Hub, t
 
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
     environment = clean | {"EFT_URL": service.note()["url"], "EFT_API_KEY": service.key}
-    line = [EFT, "download", job_id, "merged", "adapter", "--output", str(tmp_path)]
+    line = [program(), "download", job_id, "merged", "adapter", "--output", str(tmp_path)]
     subprocess.run(line, env=environment, check=True, capture_output=True, timeout=250)
     # Imported here: every process of the suite would load them, and start all its children from under them.
     import torch

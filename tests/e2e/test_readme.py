@@ -178,7 +178,9 @@ def test_a_job_that_fails(service: Service) -> None:
 def test_a_job_that_is_cancelled_while_it_runs(service: Service) -> None:
     job_id = eft(service, "submit", str(VOICE / "job.yaml"), "--set", "training.max_steps=100000").stdout.strip()
     service.wait_for_step(job_id, 2)
-    watcher = subprocess.Popen([EFT, "watch", job_id], env=environment(service), stdout=subprocess.PIPE, text=True)
+    watcher = subprocess.Popen(
+        [program(), "watch", job_id], env=environment(service), stdout=subprocess.PIPE, text=True
+    )
     done = eft(service, "cancel", job_id, "--wait")
     assert done.stdout == f"{job_id} cancelled\n"
     assert watcher.wait(120) == 3
