@@ -31,6 +31,7 @@ from core.train.hub.unpack.convert import write_unpacked
 from core.train.hub.unpack.packing import Packing, packing_of
 from core.train.model.load import load_model
 from core.train.quant.fill import read_tensors
+from tests.support.tool_forks import tool_forks
 from tests.support.tools import CACHE, compressed_tools, torchao_tools
 from tests.support.tuned import tuned
 
@@ -195,8 +196,6 @@ APART = {"gptq": 1e-10, "awq": 1e-10, "mxfp4": 1e-10, "torchao_int8": 1e-10, "fp
 
 
 def test_formats_are_read_by_their_library_and_by_eft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compressed_tools()
-    torchao_tools()
     # Several files, each with the whole header.
     monkeypatch.setattr(packed, "write_shards", partial(write_shards, shard_bytes=2**16))
     subject = tuned("llama", "lora", tmp_path)
@@ -213,7 +212,9 @@ def test_formats_are_read_by_their_library_and_by_eft(tmp_path: Path, monkeypatc
         read[folder.name] = before(folder, subject, tools, reader)
         return read[folder.name]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with tool_forks() as forks, pytest.MonkeyPatch.context() as patch:
+        for tools in (compressed_tools(), torchao_tools()):
+            forks.prepare(packed.PROGRAM, tools)
         patch.setattr(packed, "read_logits", noted)
         asked: list[PackedExport] = [
             *(

@@ -23,6 +23,9 @@ from core.train.hub.download import is_offline
 
 POLL_SECONDS = 0.5
 
+start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+"""Starts a program, with the arguments of subprocess.Popen. Tests put a fork with its imports in its place."""
+
 
 class ToolsMissing(EftError):
     """A set of libraries is neither installed nor can be."""
@@ -39,15 +42,19 @@ class Tools:
     beside: tuple[Path, ...] = ()
     """Folders of other sets that programs see as well."""
 
+    @property
+    def path(self) -> str:
+        """Where programs look for modules first."""
+        return os.pathsep.join(map(str, (self.folder, *self.beside, HOME)))
+
     def run(self, program: Path, *arguments: str, between: Callable[[], None] = lambda: None) -> None:
         """Run a Python program over the set; its output goes to this process's standard error. ToolFailed where it
         fails. `between` runs twice a second and may raise, which ends the program."""
-        path = os.pathsep.join(map(str, (self.folder, *self.beside, HOME)))
-        environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {"PYTHONPATH": self.path, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-P", str(program), *arguments]
         with tempfile.TemporaryFile() as output:
             # stdin is the worker's line to this process: it is not for others.
-            child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            child = start(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
             try:
                 while (status := _ended(child)) is None:
                     between()
