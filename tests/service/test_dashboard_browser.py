@@ -200,13 +200,13 @@ def unreadable(window: Browser, *paths: str) -> dict[tuple[str, int, bool], list
     found, axe = {}, AXE.read_text(encoding="utf-8")
     for number, path in enumerate(paths):
         window.go(path)
-        window.run(axe)
         for width in (390, 1440, 3840):
             window.size(width, 900)
             dark = (width == 1440) == bool(number % 2)
             window.dark(dark)
             faults = window.run(FAULTS)
             if width < 2000:
+                window.run(axe)
                 faults += window.run_async(SERIOUS)
             if faults:
                 found[path, width, dark] = faults
