@@ -1,13 +1,15 @@
 """Resuming is exact to the bit: killed or asked to leave anywhere, the final weights are those of a run nobody touched.
 
 LoRA with dropout 0.1, the same over NF4 with gradient checkpointing, and full fine-tuning; bf16, windows of 4
-micro-steps, shuffled rows of different lengths.
+micro-steps, shuffled rows of different lengths. NF4 is left at every place in batches of so many tokens,
+and killed in those of so many rows.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -46,17 +48,19 @@ AXES: dict[str, Any] = {
     },
     "checkpoint": {"type": "disk", "save_steps": SAVE, "keep_last": 2},
 }
+QLORA: dict[str, Any] = AXES | {
+    "method": AXES["method"] | {"type": "qlora"},
+    "memory": {"type": "resident", "gradient_checkpointing": True},
+}
 METHODS = {
     "lora": AXES,
-    "qlora": AXES
-    | {"method": AXES["method"] | {"type": "qlora"}, "memory": {"type": "resident", "gradient_checkpointing": True}},
     "full": AXES
     | {"method": "full", "optimizer": {"learning_rate": 1e-3}, "memory": {"gradient_checkpointing": "selective"}},
-    "tokens": AXES | {"batching": {"type": "tokens", "tokens_per_batch": 56}},
+    "qlora over tokens": QLORA | {"batching": {"type": "tokens", "tokens_per_batch": 56}},
     "packed": AXES
     | {"batching": {"type": "packed", "tokens_per_batch": 48}, "memory": {"activation_offloading": True}},
 }
-ATTENDED = {"training": AXES["training"] | {"max_steps": 24}, "checkpoint": {"type": "disk", "save_steps": 3}}
+ATTENDED = {"training": AXES["training"] | {"max_steps": 16}, "checkpoint": {"type": "disk", "save_steps": 3}}
 
 
 class StopAt(Stop):
@@ -85,9 +89,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def undisturbed(
     tiny_dir: Path, rows: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[str, list[Any]]]:
-    """Final weights and metrics of runs that nobody touched, the first of them in a process of its own, which writes
-    down what it imports."""
+) -> dict[str, tuple[str, list[Any], Path]]:
+    """Final weights, metrics and folders of runs that nobody touched, the first of them in a process of its own, which
+    writes down what it imports."""
     found = {}
     for name, axes in METHODS.items():
         run_dir = write_run(tmp_path_factory.mktemp("calm") / name, tiny_dir, rows[0], held_out=rows[1], **axes)
@@ -99,7 +103,7 @@ def undisturbed(
             assert not asked_for, "no run has them imported that does not ask (core/train/__main__.py)"
         else:
             assert run(run_dir) == EXIT_OK, events(run_dir)[-1]
-        found[name] = (weights(run_dir), figures(run_dir))
+        found[name] = (weights(run_dir), figures(run_dir), run_dir)
     return found
 
 
@@ -138,7 +142,7 @@ def test_leaving_at_every_place_in_turn(
         pytest.fail("the run never came to its end")
     assert number >= 8
     micro = {event["micro_step"] for attempt in attempts for event in events(attempt, "checkpoint")}
-    if method == "tokens":  # its windows differ in length
+    if method == "qlora over tokens":  # its windows differ in length
         assert len(micro) >= 4, "too few attempts left inside a window"
     else:
         assert {0, 1, 2, 3} <= micro, "no attempt left inside a window"
@@ -148,12 +152,13 @@ def test_leaving_at_every_place_in_turn(
     assert before is not None, "the first evaluation is remembered over all attempts"
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("axes", [AXES, QLORA], ids=["lora", "qlora"])
 def test_real_processes_killed_and_stopped(
-    tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path, method: str
+    tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path, axes: dict[str, Any]
 ) -> None:
     """Over packed weights the second start reads what the first has packed."""
-    axes = METHODS[method] | ATTENDED
+    quantised = axes is QLORA
+    axes = axes | ATTENDED
     calm = write_run(tmp_path / "calm", tiny_dir, rows[0], **axes)
     assert run(calm) == EXIT_OK, events(calm)[-1]
 
@@ -176,7 +181,7 @@ def test_real_processes_killed_and_stopped(
     resumed = events(third, "resumed")[0]
     assert (resumed["step"], resumed["micro_step"]) == (left["step"], left["micro_step"])
     assert not notices(third)
-    if method == "qlora":
+    if quantised:
         sources = [events(one, "run_record")[0]["record"]["quantization"]["source"] for one in (calm, first, third)]
         assert sources == ["quantised", "quantised", "cache"]
         stored = {path.name for path in left_behind(second).iterdir()}
@@ -241,9 +246,9 @@ def test_killed_inside_the_saving_of_a_checkpoint(
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_taken(
     tiny_dir: Path, rows: tuple[Path, Path], undisturbed: Any, tmp_path: Path
 ) -> None:
-    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], held_out=rows[1], **AXES)
-    assert run(first) == EXIT_OK
+    first = tmp_path / "attempt-1"
     checkpoints = first / "checkpoints"
+    shutil.copytree(undisturbed["lora"][2] / "checkpoints", checkpoints)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000004", "step-00000008"]
     target = checkpoints / "step-00000008" / "optimizer.safetensors"
     content = bytearray(target.read_bytes())
@@ -258,19 +263,18 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_taken(
     assert weights(second) == undisturbed["lora"][0]
 
 
-def test_a_checkpoint_of_other_data_is_refused(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) -> None:
-    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], **AXES)
-    assert run(first) == EXIT_OK
-    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[1], resume_from=[first], **AXES)
+def test_a_checkpoint_of_other_data_is_refused(
+    tiny_dir: Path, rows: tuple[Path, Path], undisturbed: Any, tmp_path: Path
+) -> None:
+    first = undisturbed["lora"][2]
+    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[1], held_out=rows[1], resume_from=[first], **AXES)
     assert run(second) == EXIT_FAILED
     error = events(second)[-1]
     assert (error["failure"], error["code"]) == ("user", "checkpoint_mismatch")
 
 
-def test_drift_is_told(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) -> None:
-    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], **AXES)
-    assert run(first) == EXIT_OK
-    newest = store.newest_first([first / "checkpoints"])[0].path
+def test_drift_is_told(tiny_dir: Path, rows: tuple[Path, Path], undisturbed: Any, tmp_path: Path) -> None:
+    newest = store.newest_first([undisturbed["lora"][2] / "checkpoints"])[0].path
     state = json.loads((newest / "state.json").read_text())
     state["parts"]["environment"]["threads"] = 77
     state["parts"]["environment"]["versions"]["torch"] = "1.0"
@@ -283,7 +287,7 @@ def test_drift_is_told(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) 
         (folder / "state.json").write_text(json.dumps(state))
 
     store.write(again / "checkpoints", newest.name, fill)
-    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], resume_from=[again], **AXES)
+    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], held_out=rows[1], resume_from=[again], **AXES)
     assert run(second) == EXIT_OK
     (notice,) = notices(second)
     assert notice["code"] == "drift"
