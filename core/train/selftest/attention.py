@@ -23,6 +23,7 @@ from core.train.selftest.measure import (
     SelftestCheck,
     difference,
     draw,
+    gradients_of,
     rounded,
     rounding,
 )
@@ -91,8 +92,8 @@ def _inputs(dtype: str, device: torch.device, rows: int) -> tuple[list[Tensor], 
 def _compare(
     found: Tensor, wanted: Tensor, leaves: list[Tensor], exact: list[Tensor], above: tuple[Tensor, Tensor]
 ) -> float:
-    gradients = torch.autograd.grad(found, leaves, above[0])
-    expected = torch.autograd.grad(wanted, exact, above[1])
+    gradients = gradients_of(found, leaves, above[0])
+    expected = gradients_of(wanted, exact, above[1])
     return difference([(found, wanted), *zip(gradients, expected, strict=True)])
 
 

@@ -27,6 +27,7 @@ from core.train.selftest.measure import (
     SelftestCheck,
     difference,
     draw,
+    gradients_of,
     rounded,
     rounding,
 )
@@ -111,10 +112,10 @@ def _qlora(format: Format, dtype: str, device: torch.device) -> Measured:
     member = Member(weight.packed.to(device), scales, format, BLOCK, None, leaves[1], leaves[2], 2.0)
     with _portable(device):
         y = lora_linear(x, member)
-        gradients = torch.autograd.grad(y, leaves, up)
+        gradients = gradients_of(y, leaves, up)
     base = _dense(format, weight, DTYPES[dtype]).double()
     wanted = exact_x @ base.t() + 2.0 * (exact_x @ exact_a.t()) @ exact_b.t()
-    expected = torch.autograd.grad(wanted, exact, exact_up)
+    expected = gradients_of(wanted, exact, exact_up)
     steps = 8.0 if dtype != "fp32" else 256.0
     return Measured(
         difference([(y, wanted), *zip(gradients, expected, strict=True)]),

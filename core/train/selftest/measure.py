@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,12 @@ def difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
         value = float(gap / exact.detach().to(torch.float64).abs().max().cpu().clamp(min=1e-30))
         worst = max(worst, value if value == value else float("inf"))
     return worst
+
+
+def gradients_of(y: Tensor, leaves: Sequence[Tensor], above: Tensor) -> tuple[Tensor, ...]:
+    """Those of `leaves`, where `above` comes from above `y`. The same, to the bit, are those of a sum of products: a
+    gradient that it is given torch checks by its symbolic shapes, whose import takes longer than all parts together."""
+    return torch.autograd.grad((y * above).sum(), leaves)
 
 
 def rounding(dtype: str, steps: float, what: str) -> tuple[float, str]:

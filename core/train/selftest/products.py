@@ -6,11 +6,21 @@ from functools import partial
 
 import torch
 from torch.nn import functional
+from torch.optim.adamw import adamw as adamw_step
 
 from core.hardware.selftest import MANY_ROWS, WIDE_RANK
 from core.hardware.tables.arch import ROWS
 from core.train.quant import fp8
-from core.train.selftest.measure import DTYPES, Measured, SelftestCheck, difference, draw, rounded, rounding
+from core.train.selftest.measure import (
+    DTYPES,
+    Measured,
+    SelftestCheck,
+    difference,
+    draw,
+    gradients_of,
+    rounded,
+    rounding,
+)
 
 FP8 = {row.arch for row in ROWS if row.fp8 != "none"}
 TALL = MANY_ROWS + 2**10
@@ -65,8 +75,8 @@ def _lora(r: int, dtype: str, device: torch.device) -> Measured:
     with torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "fp32"):
         y = functional.linear(x, w) + 2.0 * functional.linear(functional.linear(x, a), b)
     wanted = exact_x @ exact_w.t() + 2.0 * (exact_x @ exact_a.t()) @ exact_b.t()
-    gradients = torch.autograd.grad(y, leaves, up)
-    expected = torch.autograd.grad(wanted, exact, exact_up)
+    gradients = gradients_of(y, leaves, up)
+    expected = gradients_of(wanted, exact, exact_up)
     steps = 8.0 if dtype != "fp32" else 256.0
     return Measured(
         difference([(y, wanted), *zip(gradients, expected, strict=True)]),
@@ -95,8 +105,8 @@ def fp8_linear(device: torch.device) -> Measured:
     fp8.to_fp8(layer, emulate=device.type == "cpu")
     leaves, exact = [x.requires_grad_(), next(layer.parameters())], [exact_x.requires_grad_(), exact_w.requires_grad_()]
     y, wanted = layer(x), exact_x @ exact_w.t()
-    gradients = torch.autograd.grad(y, leaves, up)
-    expected = torch.autograd.grad(wanted, exact, exact_up)
+    gradients = gradients_of(y, leaves, up)
+    expected = gradients_of(wanted, exact, exact_up)
     gap = difference([(y, wanted), *zip(gradients, expected, strict=True)])
     return Measured(gap, 0.125, "operands of 3 (gradients: 2) bits of mantissa, errors that average out in a sum")
 
@@ -109,15 +119,18 @@ def device_arch(device: torch.device) -> str:
 
 
 def adamw(device: torch.device) -> Measured:
-    """Three fused steps on the device against three of the plain float64 form."""
+    """Three fused steps on the device against three of the plain float64 form. The functions behind torch.optim.AdamW:
+    the class imports torch's compiler, which takes longer than all parts together."""
     start, gradients = draw(1, 4096), [draw(2 + step, 4096) for step in range(3)]
     results = []
     for where, dtype, fused in ((device, torch.float32, True), (torch.device("cpu"), torch.float64, False)):
-        parameter = torch.nn.Parameter(start.float().to(dtype).to(where))
-        foreach = None if fused else False
-        optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, fused=fused or None, foreach=foreach)
+        parameter = start.float().to(dtype).to(where)
+        first, second, steps = torch.zeros_like(parameter), torch.zeros_like(parameter), torch.zeros((), device=where)
         for gradient in gradients:
-            parameter.grad = gradient.float().to(dtype).to(where)
-            optimizer.step()
-        results.append(parameter.detach())
+            adamw_step(
+                [parameter], [gradient.float().to(dtype).to(where)], [first], [second], [], [steps],
+                foreach=False, fused=fused, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-2, weight_decay=0.1, eps=1e-8,
+                maximize=False,
+            )  # fmt: skip
+        results.append(parameter)
     return Measured(difference([(results[0], results[1])]), *rounding("fp32", 64.0, "a root and a quotient a step"))
