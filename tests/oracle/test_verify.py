@@ -11,11 +11,10 @@ import pytest
 
 from core.errors import DataError, SpecError
 from core.train.entry import verify as entry
-from core.train.recipe import run
 from core.train.verify.columns import columns
 from core.train.verify.compare import compare
 from core.train.verify.replay import options_of
-from tests.support.trainer import chats, write_rows, write_run
+from tests.support.trainer import chats, run, write_rows, write_run
 
 
 @pytest.fixture

@@ -64,7 +64,8 @@ CALLS, ROWS = "calls.json", "rows.jsonl"
 
 
 class Calls:
-    """Counts calls by the part that they are made in; `then` is told each."""
+    """Counts calls by the part that they are made in; `then` is told each. Python tells of calls inside of parts alone:
+    what a run imports and loads before is most of its calls."""
 
     def __init__(self, then: Callable[[str, int], None] = lambda part, count: None) -> None:
         self.made: Counter[str] = Counter()
@@ -74,15 +75,18 @@ class Calls:
     def watch(self) -> None:
         for part, (owner, name) in PARTS.items():
             setattr(owner, name, self._counted(part, getattr(owner, name)))
-        sys.setprofile(self._called)
 
     def _counted(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*given: Any, **named: Any) -> Any:
+            if not self._within:
+                sys.setprofile(self._called)
             self._within.append(part)
             try:
                 return method(*given, **named)
             finally:
                 self._within.pop()
+                if not self._within:
+                    sys.setprofile(None)
 
         return inside
 
@@ -125,7 +129,6 @@ def undisturbed(folder: Path, model: Path, stage: str, prompts: int) -> Counter[
         end = os._exit
 
         def told(code: int) -> None:
-            sys.setprofile(None)
             (run_dir / CALLS).write_text(json.dumps(calls.made))
             end(code)
 
