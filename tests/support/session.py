@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from core.spec.session.job import SessionSpec
 from core.train.ranks.env import FOLDER
 from core.train.session import __main__ as session_main
 from core.train.session.ranks import __main__ as rank_main
-from tests.support.trainer import ENVIRONMENT, ROOT, Forked
+from tests.support.trainer import Forked
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -164,32 +162,6 @@ class SessionRanks(SessionClient):
         for rank in self.ranks:
             rank.send_signal(signal.SIGKILL)
             rank.wait()
-
-
-class SessionChild(SessionClient):
-    """A process of its own; a context manager that ends it."""
-
-    def __init__(self, run_dir: Path, given: SessionOrder) -> None:
-        run_dir.mkdir(parents=True)
-        (run_dir / ORDER_FILE).write_text(given.model_dump_json())
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "core.train.session", str(run_dir), str(theirs.fileno())],
-                cwd=ROOT,
-                env={"PATH": "/usr/bin:/bin"} | ENVIRONMENT,
-                pass_fds=[theirs.fileno()],
-                stdout=subprocess.DEVNULL,
-            )
-        super().__init__(ours)
-
-    def __enter__(self) -> SessionChild:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stream.close()
-        self.process.kill()
-        self.process.wait()
 
 
 def examples(*rows: list[int], **numbers: list[float]) -> Arrays:

@@ -54,7 +54,7 @@ def launched(run_dir: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]
         while len(ranks) < RANKS or not all(map(armed, ranks)):
             assert process.poll() is None and time.monotonic() < deadline, log(run_dir)
             ranks = sorted(one.pid for one in processes.everyone() if one.parent == process.pid)
-            time.sleep(0.005)
+            time.sleep(0.02)  # each look reads all of /proc
         yield process, ranks
     finally:
         process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from core.train.base.stop import Stop
 from core.train.generation.generator import SlotGenerator
 from core.train.session.serve import serve
 from tests.support import session
-from tests.support.session import SessionChild, SessionClient, examples
+from tests.support.session import SessionClient, SessionRanks, examples
 
 ROWS = [[5, 6, 7, 8, 9, 10], [40, 41, 42], list(range(60, 80))]
 LORA = {"type": "lora", "r": 4, "lora_alpha": 8.0}
@@ -509,15 +510,14 @@ def test_a_killed_child_goes_on_to_the_bit_from_its_snapshot(
     expected = finish(calm)
     calm.end()
     given = session.order(tiny_dir, tmp_path / "struck", method=method)
-    with SessionChild(tmp_path / "run-1", given) as child:
-        child.hello()
+    with SessionRanks(tmp_path / "run-1", given, 1) as child:
         for op, arrays, fields in log[:6]:
             child.ask(op, arrays, **fields)
         child.snapshot()
         for op, arrays, fields in log[6:9]:
             child.ask(op, arrays, **fields)
         child.send(log[9][0], log[9][1], **log[9][2])
-        child.process.kill()
+        child.ranks[0].send_signal(signal.SIGKILL)
     revived = InThread(tmp_path / "run-2", given)
     assert revived.position == 6
     assert len(expected) == 2 and finish(revived) == expected
@@ -601,8 +601,7 @@ def test_sessions_that_share_a_child_come_to_what_each_comes_to_alone(tiny_dir: 
         states.append((tmp_path / f"calm-{number}" / "saved" / "end" / "state.safetensors").read_bytes())
         calm.end()
     given, shared = session.order(tiny_dir, tmp_path / "s0"), dict[int, list[Any]]({0: [], 1: [], 2: []})
-    with SessionChild(tmp_path / "run-1", given) as child:
-        child.hello()
+    with SessionRanks(tmp_path / "run-1", given, 1) as child:
         members: list[SessionClient] = [child, *(child.beside(f"s{n}", tmp_path / f"s{n}") for n in (1, 2))]
         for at in range(7):
             for number, member in enumerate(members):
@@ -615,7 +614,7 @@ def test_sessions_that_share_a_child_come_to_what_each_comes_to_alone(tiny_dir: 
                 assert members[2].position == 5
                 child.snapshot()
         child.send(logs[0][7][0], logs[0][7][1], **logs[0][7][2])
-        child.process.kill()
+        child.ranks[0].send_signal(signal.SIGKILL)
     revived = InThread(tmp_path / "run-2", session.order(tiny_dir, tmp_path / "s1"))
     members = [revived.beside(f"s{n}", tmp_path / f"s{n}") for n in (0, 2)]
     members.insert(1, revived)

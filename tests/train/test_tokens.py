@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +36,40 @@ from tests.support.trainer import events, notices, pairs, run, weights, write_ro
 TRAINING = {"max_steps": 3, "per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
 
 
+def go(folder: Path, cache: Path, model: Path, rows: Path, held: Path, **training: Any) -> Path:
+    """A run with that cache."""
+    run_dir = write_run(folder, model, rows, held_out=held, training=TRAINING | training, cache_dir=cache)
+    assert run(run_dir) == 0, events(run_dir)[-1]
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def first(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that began with an empty cache; beside it its rows and the cache, which tests copy."""
+    folder = tmp_path_factory.mktemp("tokens")
+    train, held = (write_rows(folder / f"{name}.jsonl", pairs(count)) for name, count in (("train", 20), ("held", 5)))
+    return go(folder / "run", folder / "cache", tiny_dir, train, held)
+
+
 @pytest.fixture
-def cached(tmp_path: Path, tiny_dir: Path) -> Any:
-    """Starts runs over one cache; answers the run folder."""
-    train = write_rows(tmp_path / "train.jsonl", pairs(20))
-    held = write_rows(tmp_path / "held.jsonl", pairs(5))
+def cached(tmp_path: Path, tiny_dir: Path, first: Path) -> Callable[..., Path]:
+    """Starts runs over one cache, as `first` has left it; answers the run folder."""
+    shutil.copytree(first.with_name("cache"), tmp_path / "cache")
+    train, held = first.with_name("train.jsonl"), first.with_name("held.jsonl")
 
-    def go(name: str, *, rows: Path = train, **training: Any) -> Path:
-        run_dir = write_run(tmp_path / name, tiny_dir, rows, held_out=held, training=TRAINING | training)
-        order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
-        order = order.model_copy(update={"cache_dir": str(tmp_path / "cache")})
-        (run_dir / ORDER_FILE).write_text(order.model_dump_json())
-        assert run(run_dir) == 0, events(run_dir)[-1]
-        return run_dir
+    def start(name: str, *, rows: Path = train, **training: Any) -> Path:
+        return go(tmp_path / name, tmp_path / "cache", tiny_dir, rows, held, **training)
 
-    return go
+    return start
 
 
 def entries(tmp_path: Path) -> list[Path]:
     return sorted(path.parent for path in (tmp_path / "cache" / "tokens").glob("*/*/about.json"))
 
 
-def test_the_second_job_reads_no_row(tmp_path: Path, cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = cached("first")
+def test_the_second_job_reads_no_row(
+    tmp_path: Path, first: Path, cached: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(entries(tmp_path)) == 2, "training and held-out rows"
     monkeypatch.setattr("core.train.data.tokens.rows_of", lambda *_: pytest.fail("the rows were read again"))
     second = cached("second")
@@ -134,17 +146,18 @@ def test_rows_in_use_are_held(tmp_path: Path) -> None:
     assert len(caches.make_room(tmp_path / "cache", 0)) == 1
 
 
-def test_other_rows_and_other_rendering_are_other_entries(tmp_path: Path, cached: Any) -> None:
-    cached("first")
+def test_other_rows_and_other_rendering_are_other_entries(tmp_path: Path, cached: Callable[..., Path]) -> None:
     rows = write_rows(tmp_path / "train.jsonl", pairs(21))
     cached("second", rows=rows)
     assert len(entries(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("how", ["bytes", "version", "cut off", "no list"])
-def test_a_bad_entry_is_made_anew_and_told(tmp_path: Path, cached: Any, how: str) -> None:
-    first = cached("first")
-    for folder in entries(tmp_path):
+@pytest.mark.parametrize("ways", [("bytes", "version"), ("cut off", "no list")], ids=" and ".join)
+def test_a_bad_entry_is_made_anew_and_told(
+    tmp_path: Path, first: Path, cached: Callable[..., Path], ways: tuple[str, str]
+) -> None:
+    """Entries of training and of held-out rows are one to the cache: each is bad in a way of its own."""
+    for folder, how in zip(entries(tmp_path), ways, strict=True):
         about = folder / "about.json"
         match how:
             case "bytes":
@@ -160,16 +173,16 @@ def test_a_bad_entry_is_made_anew_and_told(tmp_path: Path, cached: Any, how: str
     second = cached("second")
     told = notices(second)
     assert {notice["code"] for notice in told} == {"token_cache"} and len(told) == 2
-    assert "made anew" in told[0]["message"]
+    assert all("made anew" in notice["message"] for notice in told)
     assert weights(first) == weights(second)
     assert not notices(cached("third"))
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, cached: Any) -> None:
-    (tmp_path / "cache").mkdir()
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, cached: Callable[..., Path]) -> None:
+    shutil.rmtree(tmp_path / "cache" / "tokens")
     (tmp_path / "cache" / "tokens").write_text("a file where the folder should be")
-    first = cached("first")
-    assert "could not be kept" in notices(first)[0]["message"]
+    run_dir = cached("run")
+    assert "could not be kept" in notices(run_dir)[0]["message"]
 
 
 def _store(cache: str, path: str, barrier: Any) -> None:
@@ -239,4 +252,4 @@ def test_a_fault_in_another_process_is_the_same_fault(tiny_dir: Path) -> None:
 
     rows = [Numbered(n + 1, Preference("x", (Message("assistant", "y"),), "z")) for n in range(600)]
     with pytest.raises(DataError, match="all messages, or all plain text"):
-        render_rows_in_parallel(rows, RenderOptions("completions", ModelTemplate()), tiny_dir, 2, lambda _: None)
+        render_rows_in_parallel(rows, RenderOptions("completions", ModelTemplate()), tiny_dir, 1, lambda _: None)

@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
-from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, wait_until, weights_file, write_rows
+from core.train.entry import cli
+from tests.support.trainer import ENVIRONMENT, ROOT, Forked, chats, events, log, wait_until, weights_file, write_rows
 
-STEPS = 80
+STEPS = 48
 
 
 def command(model: Path, train: Path, held: Path, output: Path, steps: int, *more: str) -> list[str]:
@@ -61,20 +62,29 @@ def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path
     sources = [event["record"]["quantization"]["source"] for event in events(output, "run_record")]
     assert sources == ["quantised", "cache"]
 
-    other = subprocess.run(
-        command(tiny_dir, train, held, output, 3), cwd=ROOT, env=environment, capture_output=True, timeout=250
-    )
-    assert other.returncode == 1
-    assert b"holds another run" in other.stderr
+    code, said = forked(tmp_path, *command(tiny_dir, train, held, output, 3)[3:])
+    assert code == 1
+    assert "holds another run" in said
+
+
+def forked(folder: Path, *arguments: str) -> tuple[int, str]:
+    """The command line as a fork of this process, which has imported what it needs: its exit status, and what it said
+    there, on one line."""
+
+    def become() -> int:
+        sys.argv = [cli.__file__, *arguments]
+        return cli.main()
+
+    (folder / "log.txt").unlink(missing_ok=True)
+    return Forked(folder, program=become).wait(), " ".join(log(folder).split())
 
 
 def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
     def told(*arguments: str) -> str:
-        line = [sys.executable, "-m", "core.train.entry.cli", *arguments, "--output", str(tmp_path / "out")]
-        done = subprocess.run(line, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, timeout=250)
-        assert done.returncode == 1
-        assert b"Traceback" not in done.stderr
-        return " ".join(done.stderr.decode().split())
+        code, said = forked(tmp_path, *arguments, "--output", str(tmp_path / "out"))
+        assert code == 1
+        assert "Traceback" not in said
+        return said
 
     assert "did you mean `lora`" in told("some/model", "rows.jsonl", "--method", "lore")
     assert "the steps of packed weights" in told(

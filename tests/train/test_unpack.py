@@ -31,10 +31,6 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Columns of eight, in the order in which AutoAWQ puts them into a word, the lowest bits first."""
 
 
-def signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
-
-
 def quantised(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """(q [inputs, outputs], zeros and scales [groups, outputs]), by rounding to the nearest."""
     grouped = weight.float().t().reshape(-1, GROUP, weight.shape[0])
@@ -45,20 +41,12 @@ def quantised(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return q.clamp(0, 2**bits - 1).int().flatten(0, 1), zeros, scales
 
 
-def in_words(values: list[list[int]], bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+def in_words(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Rows of small numbers as rows of 32-bit words, one number after the other from the lowest bits on."""
     count = 32 // bits
-    order = order or tuple(range(count))
-    return torch.tensor(
-        [
-            [
-                signed(sum(row[at + place] << (bits * number) for number, place in enumerate(order)))
-                for at in range(0, len(row), count)
-            ]
-            for row in values
-        ],
-        dtype=torch.int32,
-    )
+    places = torch.tensor(order or range(count))
+    words = (values.long().reshape(len(values), -1, count)[..., places] << bits * torch.arange(count)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
 def gptq_pieces(
@@ -68,8 +56,8 @@ def gptq_pieces(
     q, zeros, scales = quantised(weight, bits)
     stored = (zeros - offset) & (2**bits - 1)
     pieces = {
-        "qweight": in_words(q.t().tolist(), bits).t().contiguous(),
-        "qzeros": in_words(stored.tolist(), bits),
+        "qweight": in_words(q.t(), bits).t().contiguous(),
+        "qzeros": in_words(stored, bits),
         "scales": scales,
     }
     groups = torch.arange(q.shape[0]) // GROUP if index is None else index
@@ -90,7 +78,7 @@ def test_gptq_is_scale_times_difference(bits: int, offset: int, by_activation: b
 
 def awq_pieces(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     q, zeros, scales = quantised(weight, 4)
-    words = {"qweight": in_words(q.tolist(), 4, AWQ_ORDER), "qzeros": in_words(zeros.tolist(), 4, AWQ_ORDER)}
+    words = {"qweight": in_words(q, 4, AWQ_ORDER), "qzeros": in_words(zeros, 4, AWQ_ORDER)}
     groups = torch.arange(q.shape[0]) // GROUP
     return words | {"scales": scales}, ((q - zeros[groups]).half() * scales[groups]).t()
 
@@ -192,7 +180,7 @@ def packed_layer(method: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor
             scale = (weight.float().view(rows, -1, GROUP).abs().amax(-1) / 7 + 1e-4).bfloat16()
             q = (weight.float() / scale.float().repeat_interleave(GROUP, 1)).round().clamp(-8, 7).int()
             pieces = {
-                "weight_packed": in_words((q + 8).tolist(), 4),
+                "weight_packed": in_words(q + 8, 4),
                 "weight_scale": scale,
                 "weight_shape": torch.tensor([rows, columns]),
             }
