@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, select
 
-from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Attempt, Job, Metric, Node, Project, User
 from core.hardware.discover import Gpu, discover
@@ -25,7 +25,7 @@ from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.spec.run.folder import EVENTS_FILE
-from core.storage.layout import Layout
+from tests.support import migrated
 from tests.support.hardware import unpack
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
@@ -57,14 +57,15 @@ def settings(tmp_path: Path, used: Path) -> Settings:
         relay_seconds=0.1,
         spare=False,
         selftest_seconds=0,  # there is no such card
+        max_machine_failures=0,
     )
 
 
 @pytest.fixture
 def database(settings: Settings) -> Iterator[Database]:
     settings.root.mkdir()
+    migrated.lay(settings.root / "eft.db")
     database = Database(settings.sqlalchemy_url)
-    migrate.upgrade(database)
     with database.write() as session:
         session.execute(insert(User).values(id=ADA.user_id, name="ada"))
         session.execute(insert(Project).values(id=ADA.project_id, name="lab"))
@@ -73,7 +74,6 @@ def database(settings: Settings) -> Iterator[Database]:
 
 
 def add_job(database: Database, folder: Path) -> str:
-    """Its trainer ends by itself, soon: torch sees no GPU here."""
     rows = folder / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": " b"}\n')
     spec = JobSpec.model_validate({"model": "team/tiny", "data": str(rows)})
@@ -89,6 +89,16 @@ def add_job(database: Database, folder: Path) -> str:
 def status(database: Database, job_id: str) -> str:
     with database.read() as session:
         return session.execute(select(Job.status).where(Job.id == job_id)).scalar_one()
+
+
+def trainer_of(database: Database, job_id: str) -> int:
+    """The number of its process, once it has one: a test ends it before it has imported torch, which sees no GPU."""
+
+    def look() -> int | None:
+        with database.read() as session:
+            return session.scalars(select(Attempt.pid).where(Attempt.job_id == job_id)).one_or_none()
+
+    return int(wait_for(look, 90, "its start"))
 
 
 def ended(database: Database, job_id: str) -> bool:
@@ -124,8 +134,9 @@ def test_quarantine_until_the_memory_is_back(settings: Settings, used: Path, dat
         agent.start(lambda _: None, lambda: 0)
         serving = threading.Thread(target=agent.serve)
         serving.start()
-        wait_for((Layout(settings.root).attempt(first, 1) / "run.json").exists, 90, "its start")
+        pid = trainer_of(database, first)
         used.write_text(str(5 * GIB))
+        os.kill(pid, signal.SIGKILL)
         serving.join(200)
         assert ended(database, first)
         slot = agent.slots[0].id
@@ -146,7 +157,11 @@ def test_quarantine_until_the_memory_is_back(settings: Settings, used: Path, dat
         used.write_text(str(GIB))
         wait_for(lambda: "quarantined" not in node(database).slots[0], 60, "the end of the quarantine")
         assert node(database).slots[0]["id"] == slot and not [n for n in node(database).notes if "quarantine" in n]
-        wait_for(lambda: agent.serve() or ended(database, second), 60, "it to be tried")
+        trying = threading.Thread(target=wait_for, args=(lambda: agent.serve() or ended(database, second), 60, "a try"))
+        trying.start()
+        os.kill(trainer_of(database, second), signal.SIGKILL)
+        trying.join(90)
+        assert ended(database, second)
     finally:
         agent.stop()
 

@@ -17,7 +17,6 @@ import pytest
 from safetensors.numpy import save_file
 from sqlalchemy import insert, select
 
-from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Attempt, Event, Job, Project, User
 from core.jobs.admission import fit
@@ -32,7 +31,7 @@ from core.spec.job import JobSpec
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
-from tests.support import selftest
+from tests.support import migrated, selftest
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
 
@@ -98,6 +97,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path, ignore_errors=True)  # 50 MB
 
 
+@pytest.mark.usefixtures("forked")
 def test_it_settles_on_what_fits_and_stays(root: Path, tiny_dir: Path) -> None:
     model = make(root / "models" / "wide", tiny_dir)
     rows = root / "rows.jsonl"
@@ -120,8 +120,8 @@ def test_it_settles_on_what_fits_and_stays(root: Path, tiny_dir: Path) -> None:
     layout = Layout(settings.root)
     layout.create()
     selftest.lay(settings.root, "box")
+    migrated.lay(settings.root / "eft.db")
     database = Database(settings.sqlalchemy_url)
-    migrate.upgrade(database)
     with database.write() as session:
         session.execute(insert(User).values(id=ADA.user_id, name="ada"))
         session.execute(insert(Project).values(id=ADA.project_id, name="lab"))

@@ -7,20 +7,22 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from celery import Celery
 from sqlalchemy import select
 
 from box import broker
 from core import HOME
-from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Node
 from core.settings import Settings
+from tests.support import forks, migrated
 from tests.support.hardware import unpack
 from tests.support.service import wait_for
 
@@ -33,9 +35,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     unpack("mi300x-8", tmp_path / "box")
     settings = Settings(data=tmp_path / "data")
     settings.root.mkdir()
-    database = Database(settings.sqlalchemy_url)
-    migrate.upgrade(database)
-    database.dispose()
+    migrated.lay(settings.root / "eft.db")
     broker.prepare(settings.root / "broker", settings.broker_socket)
     with (tmp_path / "broker.log").open("wb") as log:
         server = subprocess.Popen(
@@ -48,20 +48,34 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         "EFT_NODE": "made-up",
         "EFT_SYSFS": str(tmp_path / "box" / "sys"),
         "EFT_SELFTEST_SECONDS": "0",  # there are no such cards
+        "EFT_SPARE": "0",  # no job comes: nothing here waits for torch
     }
     server.terminate()
     server.wait(60)
 
 
-def start(environment: dict[str, str], *command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", *command],
-        cwd=HOME,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+class StartedWorker:
+    """`python -m WORDS`, or a fork of what has its imports, and what it says."""
+
+    def __init__(self, environment: dict[str, str], *words: str, cold: bool = False) -> None:
+        self.log = Path(environment["EFT_DATA"]).parent / f"{len(words)}-{time.monotonic_ns()}.log"
+        start = forks.start_cold if cold else forks.start
+        with self.log.open("wb") as log:
+            self.process = start(*words, environment=environment, log=log.fileno())
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def end(self) -> int:
+        """Its exit status, once it has ended by itself."""
+        return self.process.wait(120)
+
+    def leave(self) -> str:
+        """What it has said, to its last word."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.end() == 0, self.said
+        return self.said
 
 
 def slots(environment: dict[str, str]) -> list[dict[str, Any]]:
@@ -77,56 +91,48 @@ def slots(environment: dict[str, str]) -> list[dict[str, Any]]:
         database.dispose()
 
 
-def leave(worker: subprocess.Popen[str]) -> str:
-    worker.send_signal(signal.SIGTERM)
-    output, _ = worker.communicate(timeout=120)
-    assert worker.returncode == 0, output
-    return output
-
-
 def test_a_bare_celery_worker_under_an_inherited_mask_serves_that_gpu_alone(environment: dict[str, str]) -> None:
-    worker = start(environment | {"HIP_VISIBLE_DEVICES": "2"}, "celery", "-A", "worker.app", "worker", "-l", "INFO")
+    masked = environment | {"HIP_VISIBLE_DEVICES": "2"}
+    worker = StartedWorker(masked, "celery", "-A", "worker.app", "worker", "-l", "INFO", cold=True)
     try:
         gpu, prepare, preview, export = slots(environment)
         assert (gpu["kind"], gpu["gpu"]["index"], gpu["id"]) == ("gpu", 2, gpu["gpu"]["uuid"])
         assert (prepare["kind"], prepare["id"]) == ("prepare", "prepare-0")
         assert (preview["kind"], preview["id"]) == ("preview", "preview-0")
         assert (export["kind"], export["id"]) == ("export", "export-0")
-        ping = [sys.executable, "-m", "celery", "-A", "worker.app", "inspect", "stats", "--json", "-t", "5"]
-        stats = wait_for(
-            lambda: subprocess.run(ping, cwd=HOME, env=environment, capture_output=True, text=True).stdout, 150, "stats"
-        )
-        assert '"max-concurrency": 4' in stats, "a thread a slot"
-        assert "thread:TaskPool" in stats
+        where = Settings(data=Path(environment["EFT_DATA"])).celery_broker_url
+        with Celery("asks", broker=where, set_as_current=False) as app:
+            stats = wait_for(lambda: app.control.inspect(limit=1, timeout=5).stats(), 150, "stats")
+        (pool,) = [one["pool"] for one in stats.values()]
+        assert pool["max-concurrency"] == 4, "a thread a slot"
+        assert pool["implementation"].endswith("thread:TaskPool")
         # What the process has mapped: neither torch nor a ROCm library.
-        maps = Path(f"/proc/{worker.pid}/maps").read_text()
+        maps = Path(f"/proc/{worker.process.pid}/maps").read_text()
         assert "/torch/" not in maps
         assert "libamdhip" not in maps
     finally:
-        output = leave(worker)
+        output = worker.leave()
     assert "mingle" not in output
     assert "Traceback" not in output
 
 
 def test_chosen_gpus_and_a_second_worker(environment: dict[str, str]) -> None:
-    first = start(environment, "worker", "--gpus", "5,1")
+    first = StartedWorker(environment, "worker", "--gpus", "5,1")
     try:
         assert [slot["gpu"]["index"] for slot in slots(environment) if slot["kind"] == "gpu"] == [5, 1]
-        second = start(environment, "worker")
-        output, _ = second.communicate(timeout=120)
-        assert second.returncode == 78
-        assert f"another worker (process {first.pid}) serves node `made-up` already" in output
-        assert "Traceback" not in output
+        second = StartedWorker(environment, "worker")
+        assert second.end() == 78
+        assert f"another worker (process {first.process.pid}) serves node `made-up` already" in second.said
+        assert "Traceback" not in second.said
     finally:
-        leave(first)
+        first.leave()
 
 
 def test_a_gpu_that_is_not_there(environment: dict[str, str]) -> None:
-    worker = start(environment, "worker", "--gpus", "8")
-    output, _ = worker.communicate(timeout=120)
-    assert worker.returncode == 78
-    assert "--gpus names GPU 8, which is not there" in output
-    assert "Traceback" not in output
+    worker = StartedWorker(environment, "worker", "--gpus", "8")
+    assert worker.end() == 78
+    assert "--gpus names GPU 8, which is not there" in worker.said
+    assert "Traceback" not in worker.said
 
 
 def test_a_broker_that_cannot_be_reached_is_said_with_its_setting(environment: dict[str, str]) -> None:
@@ -134,17 +140,15 @@ def test_a_broker_that_cannot_be_reached_is_said_with_its_setting(environment: d
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{probe.getsockname()[1]}/0"
-        process = start(environment | {"EFT_BROKER_URL": f"redis://{where}"}, "worker")
-        assert process.stdout is not None
-        lines: list[str] = []
-        for line in process.stdout:
-            lines.append(line)
-            if "ERROR" in line:
-                break
-    process.terminate()
-    process.communicate(timeout=120)
-    assert any("the broker at EFT_BROKER_URL does not answer yet" in line for line in lines)
-    assert "the broker at EFT_BROKER_URL cannot be reached, " in lines[-1] and where in lines[-1], "".join(lines)
+        worker = StartedWorker(environment | {"EFT_BROKER_URL": f"redis://{where}"}, "worker")
+        wait_for(lambda: "ERROR" in worker.said, 120, "an error", lambda: worker.said)
+    worker.process.terminate()
+    worker.end()
+    lines = worker.said.splitlines()
+    first = next(number for number, line in enumerate(lines) if "ERROR" in line)
+    assert any("the broker at EFT_BROKER_URL does not answer yet" in line for line in lines[:first])
+    words = "the broker at EFT_BROKER_URL cannot be reached, "
+    assert words in lines[first] and where in lines[first], worker.said
 
 
 def test_no_module_of_the_worker_imports_torch() -> None:
@@ -184,17 +188,16 @@ def test_the_settings_that_were_measured() -> None:
 
 
 def test_what_is_no_message_is_dropped(environment: dict[str, str]) -> None:
-    worker = start(environment | {"EFT_SYSFS": "/sys", "EFT_GPUS": "", "EFT_SPARE": "0"}, "worker")
+    worker = StartedWorker(environment | {"EFT_SYSFS": "/sys", "EFT_GPUS": ""}, "worker")
     try:
         broken = ["not json", "5", "{}", '{"body": 5, "properties": {}}', '"text"', "[1]", b"\xff\xfe"]
         with redis.Redis(unix_socket_path=str(Settings(data=Path(environment["EFT_DATA"])).broker_socket)) as client:
             for one in broken:
                 client.lpush("eft", one)
-            wait_for(lambda: client.llen("eft") == 0 or worker.poll() is not None, 120, "all of them to be heard")
+            wait_for(lambda: client.llen("eft") == 0 or worker.process.poll() is not None, 120, "all of them heard")
             client.lpush("eft", "not json either")
-            wait_for(lambda: client.llen("eft") == 0 or worker.poll() is not None, 120, "one more")
-        assert worker.poll() is None
+            wait_for(lambda: client.llen("eft") == 0 or worker.process.poll() is not None, 120, "one more")
+        assert worker.process.poll() is None
     finally:
-        worker.send_signal(signal.SIGTERM)
-        told, _ = worker.communicate(timeout=120)
+        told = worker.leave()
     assert told.count("is not a message") >= len(broken) - 2, told

@@ -1,4 +1,5 @@
-"""The spare trainer: what it sees, whose child it becomes, how it ends, and that no result depends on it."""
+"""The spare trainer: what it hears, how it ends, and which changes it can take. That no result depends on it is for
+test_worker_starts."""
 
 from __future__ import annotations
 
@@ -6,139 +7,41 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from core.base import forks
-from core.hardware import device_mask
 from core.hardware.device_mask import Gpu
+from core.jobs.kinds import Kind
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
 from core.spec.run.standby import STANDBY_PADDING
 from core.train.entry.fencing import boottime
-from tests.support import trainer
+from tests.support import forks, trainer
 from tests.support.service import wait_for
+from tests.support.starts import DIRTY, idle, keeping, write_run
 from worker import processes
-from worker.attempt.child import Child, spawn
-from worker.attempt.standby import StandbyTrainers
+from worker.attempt.child import spawn
+from worker.attempt.standby import MODULE, StandbyTrainers
 from worker.environment import child_environment
 
-DIRTY = {
-    **{name: value for name, value in os.environ.items() if forks.READ_AT_START.fullmatch(name)},
-    "PATH": os.environ["PATH"],
-    "EFT_DATABASE_URL": "postgresql://eft:hunter2@db/eft",
-    "AWS_SECRET_ACCESS_KEY": "hunter2",
-    "HF_TOKEN": "hf_hunter2",
-    "HIP_VISIBLE_DEVICES": "0,1",
-    "CUDA_VISIBLE_DEVICES": "0",
-    "PYTHONPATH": "/somewhere",
-}
 GPU = Gpu(2, "amd", "GPU-1", "0000:03:00.0", "MI300X", "gfx942", 1 << 37)
-Keep = Callable[..., AbstractContextManager[StandbyTrainers]]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_dir: Path) -> Path:
-    return tiny_dir
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    return child_environment("train", gpu=None, threads=1, root=tmp_path, inherited=DIRTY)
-
-
-@pytest.fixture
-def keep(environment: dict[str, str]) -> Keep:
-    @contextmanager
-    def keeping(busy: Callable[[], bool] = lambda: False) -> Iterator[StandbyTrainers]:
-        """While `busy` says so no other one is started, which would import torch beside what is tested."""
-        spares = StandbyTrainers(environment, busy)
-        thread = threading.Thread(target=spares.run)
-        thread.start()
-        try:
-            yield spares
-        finally:
-            spares.stop()
-            thread.join(90)
-            assert not thread.is_alive()
-
-    return keeping
-
-
-def run_folder(folder: Path, model: Path, *, fence: float = 30.0, **axes: Any) -> Path:
-    rows = trainer.write_rows(folder.parent / f"{folder.name}.jsonl", trainer.pairs(24))
-    training = {"max_steps": 3, "per_device_train_batch_size": 2, "max_length": 64} | axes.pop("training", {})
-    return trainer.write_run(folder, model, rows, fence_seconds=fence, training=training, **axes)
-
-
-def idle(spares: StandbyTrainers) -> int:
-    wait_for(lambda: spares.ready, 200, "a spare")
-    assert spares._spare is not None
-    return spares._spare.pid
-
-
-def environ(pid: int) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if entry)
-
-
-def finish(child: Child) -> int:
-    while not child.exited(1.0):
-        child.beat(boottime())
-    return child.reap()
-
-
-def test_it_becomes_the_child_of_a_run_and_the_result_is_the_cold_ones_to_the_bit(
-    keep: Keep, model: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    axes: dict[str, Any] = {"method": {"type": "lora", "lora_dropout": 0.1}}
-    warm, cold = (run_folder(tmp_path / name, model, **axes) for name in ("warm", "cold"))
-    enough = threading.Event()
-    with keep(enough.is_set) as spares:
-        pid = idle(spares)
-        enough.set()
-        seen = environ(pid)
-        assert seen == environment, "the environment of any child, at exec and so for good"
-        assert not [value for value in seen.values() if "hunter2" in value]
-        assert {name: seen[name] for name in device_mask.ALL if name in seen} == {"CUDA_VISIBLE_DEVICES": "-1"}
-        files = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
-        assert not [name for name in files if name.endswith((".db", ".lock")) or "nvidia" in name or "kfd" in name]
-
-        assert "/torch/" in Path(f"/proc/{pid}/maps").read_text(), "what takes a start its seconds is done"
-        child = spares.take(warm, environment)
-        assert child is not None and child.pid == pid
-        assert spares.take(cold, environment) is None, "there is one, and nobody waits for the next"
-        wait_for(lambda: processes.running_in(warm), 60, "its command line")
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        assert command == [os.fsencode(part) for part in (sys.executable, "-m", "core.train", warm)]
-        member = processes.look(pid)
-        assert member is not None and (member.session, member.group, member.started) == (pid, pid, child.started)
-        assert finish(child) == 0, trainer.log(warm)
-    first = trainer.events(warm)[0]
-    assert (first["type"], first["phase"]) == ("phase", "loading")
-    assert finish(Child(cold, "core.train", environment)) == 0, trainer.log(cold)
-    assert trainer.weights(warm) == trainer.weights(cold)
-    kinds = [
-        [event["type"] for event in trainer.events(folder) if event["type"] != "progress"] for folder in (warm, cold)
-    ]
-    assert kinds[0] == kinds[1]
+    return child_environment(Kind.TRAIN, gpu=None, threads=1, root=tmp_path, inherited=DIRTY)
 
 
 @pytest.mark.usefixtures("forked")
 def test_sigterm_means_checkpoint_and_silence_means_the_end(
-    keep: Keep, model: Path, tmp_path: Path, environment: dict[str, str]
+    tiny_dir: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    long = {"training": {"max_steps": 100_000}}
     enough = threading.Event()
-    with keep(enough.is_set) as spares:
+    with keeping(environment, enough.is_set) as spares:
         for name, ends, fence in (("asked", EXIT_CHECKPOINTED, 60.0), ("silent", EXIT_FENCED, 5.0)):
-            folder = run_folder(tmp_path / name, model, fence=fence, **long)
+            folder = write_run(tmp_path / name, tiny_dir, steps=100_000, fence=fence)
             idle(spares)
             if name == "silent":
                 enough.set()
@@ -156,10 +59,8 @@ def test_sigterm_means_checkpoint_and_silence_means_the_end(
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_dead_spare_is_not_waited_for_and_a_new_one_comes(
-    keep: Keep, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    with keep() as spares:
+def test_a_dead_spare_is_not_waited_for_and_a_new_one_comes(tmp_path: Path, environment: dict[str, str]) -> None:
+    with keeping(environment) as spares:
         assert spares.take(tmp_path, environment) is None, "not even started"
         pid = idle(spares)
         os.kill(pid, signal.SIGKILL)
@@ -172,10 +73,10 @@ def test_a_dead_spare_is_not_waited_for_and_a_new_one_comes(
 
 
 @pytest.mark.usefixtures("forked")
-def test_no_spare_is_started_beside_a_starting_job(keep: Keep) -> None:
+def test_no_spare_is_started_beside_a_starting_job(environment: dict[str, str]) -> None:
     starting = threading.Event()
     starting.set()
-    with keep(starting.is_set) as spares:
+    with keeping(environment, starting.is_set) as spares:
         time.sleep(1.0)
         assert spares._spare is None
         starting.clear()
@@ -184,20 +85,21 @@ def test_no_spare_is_started_beside_a_starting_job(keep: Keep) -> None:
 
 def test_only_the_variable_that_hides_gpus_may_change(environment: dict[str, str]) -> None:
     spares = StandbyTrainers(environment, lambda: False)
-    with_gpu = child_environment("train", gpu=GPU, threads=1, root=Path(environment["HOME"]).parent, inherited=DIRTY)
+    with_gpu = child_environment(Kind.TRAIN, gpu=GPU, threads=1, root=Path(environment["HOME"]).parent, inherited=DIRTY)
     assert spares._changes(environment) == {}
     assert spares._changes(with_gpu) == {"CUDA_VISIBLE_DEVICES": None, "HIP_VISIBLE_DEVICES": "2"}
     assert spares._changes(environment | {"OMP_NUM_THREADS": "2"}) is None
 
 
 def test_a_gpu_that_a_library_does_not_see_means_a_cold_start_in_the_same_process(
-    model: Path, tmp_path: Path, environment: dict[str, str]
+    tiny_dir: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     """No library of this box sees the GPU that the order names: the trainer is executed afresh, with that variable."""
-    # Nobody tells it of the lease: its fence is longer than a busy machine takes to import torch twice.
-    folder = run_folder(tmp_path / "gpu", model, fence=300.0, resources={"type": "single", "accelerator": "gpu"})
-    with spawn("core.train.entry.standby", " " * STANDBY_PADDING, environment, subprocess.PIPE, 2) as spare:
-        assert spare.stdin is not None and spare.stdout is not None
+    # Nobody tells it of the lease: its fence is longer than a busy machine takes to import torch.
+    folder = write_run(tmp_path / "gpu", tiny_dir, fence=300.0, resources={"type": "single", "accelerator": "gpu"})
+    spare = spawn(MODULE, " " * STANDBY_PADDING, environment, subprocess.PIPE, 2, start=forks.launch)
+    assert spare.stdin is not None and spare.stdout is not None
+    with spare.stdin, spare.stdout:
         assert spare.stdout.readline() == b"ready\n"
         changes = {"CUDA_VISIBLE_DEVICES": None, "HIP_VISIBLE_DEVICES": "7"}
         spare.stdin.write(json.dumps({"run_dir": str(folder), "environment": changes}).encode() + b"\n..")
@@ -209,8 +111,10 @@ def test_a_gpu_that_a_library_does_not_see_means_a_cold_start_in_the_same_proces
 
 def test_it_ends_with_its_worker_also_while_it_imports(environment: dict[str, str]) -> None:
     for ready in (False, True):
-        with spawn("core.train.entry.standby", " " * STANDBY_PADDING, environment, subprocess.PIPE, 2) as spare:
-            assert spare.stdin is not None and spare.stdout is not None
+        start = forks.launch if ready else subprocess.Popen  # which has everything imported at once
+        spare = spawn(MODULE, " " * STANDBY_PADDING, environment, subprocess.PIPE, 2, start=start)
+        assert spare.stdin is not None and spare.stdout is not None
+        with spare.stdout:
             if ready:
                 assert spare.stdout.readline() == b"ready\n"
             spare.stdin.close()
