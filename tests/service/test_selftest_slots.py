@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, insert, select
 
-from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Attempt, Job, Node, Project, User
 from core.hardware import selftest as verdicts
@@ -17,6 +16,7 @@ from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
+from tests.support import migrated
 from tests.support.hardware import unpack
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
@@ -34,8 +34,8 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def database(settings: Settings) -> Iterator[Database]:
     settings.root.mkdir()
+    migrated.lay(settings.root / "eft.db")
     database = Database(settings.sqlalchemy_url)
-    migrate.upgrade(database)
     with database.write() as session:
         session.execute(insert(User).values(id=ADA.user_id, name="ada"))
         session.execute(insert(Project).values(id=ADA.project_id, name="lab"))

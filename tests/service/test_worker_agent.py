@@ -35,7 +35,7 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
 from tests.support import forks as support_forks
-from tests.support import migrated, selftest
+from tests.support import hub, migrated, selftest
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
 from worker.attempt.attempt import AttemptRunner
@@ -162,11 +162,15 @@ class Box:
     def wait_for_steps(self, job_id: str) -> int:
         """The trainer's process, once it trains."""
         wait_for(lambda: (self.job(job_id).progress or {}).get("step"), 200, "a step", lambda: self.job(job_id).reason)
-        with self.database.read() as session:
-            query = select(Attempt.pid).where(Attempt.job_id == job_id).order_by(Attempt.attempt.desc()).limit(1)
-            pid = session.execute(query).scalar_one()
+        pid = self.child(job_id)
         assert pid is not None
         return pid
+
+    def child(self, job_id: str) -> int | None:
+        """The process of its last attempt."""
+        with self.database.read() as session:
+            query = select(Attempt.pid).where(Attempt.job_id == job_id).order_by(Attempt.attempt.desc()).limit(1)
+            return session.execute(query).scalar_one()
 
     def statuses(self, job_id: str) -> list[str]:
         with self.database.read() as session:
@@ -319,19 +323,24 @@ def test_a_lost_lease_ends_the_trainer_at_once(box: Box, serving: Callable[[Agen
 
 
 def test_a_worker_without_database_lets_its_children_end(
-    box: Box, serving: Callable[[Agent], threading.Thread]
+    box: Box, serving: Callable[[Agent], threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The database locked by somebody else for longer than the fence: no renewal, so no heartbeat, so no trainer."""
+    """The database locked by somebody else for longer than the fence: no renewal, so no heartbeat, so no child. This
+    one waits for a hub that has fallen silent, which takes no processor time."""
     box.migrate()
     box.settings = box.settings.model_copy(update={"lease_seconds": 20, "fence_seconds": 5})
-    job_id = box.long()
-    serving(box.agent())
-    pid = box.wait_for_steps(job_id)
-    with box.database.write() as session:
-        session.execute(update(Job).values(name="locked"))
-        began = time.monotonic()
-        wait_for(lambda: not Path(f"/proc/{pid}").exists() or _zombie(pid), 60, "the trainer's end")
-        assert time.monotonic() - began < box.settings.lease_seconds
+    with hub.serving() as there:
+        there.trickle = hub.FIRST
+        monkeypatch.setenv("HF_ENDPOINT", there.url)
+        job_id = box.submit(model={"type": "hub", "id": there.repo})
+        serving(box.agent())
+        assert there.flowing.wait(200), box.job(job_id).reason
+        pid = wait_for(lambda: box.child(job_id), 60, "its number")
+        with box.database.write() as session:
+            session.execute(update(Job).values(name="locked"))
+            began = time.monotonic()
+            wait_for(lambda: not Path(f"/proc/{pid}").exists() or _zombie(pid), 60, "the child's end")
+            assert time.monotonic() - began < box.settings.lease_seconds
     log = (box.layout.attempt(job_id, 1) / "log.txt").read_text()
     assert "fenced: no heartbeat" in log
 

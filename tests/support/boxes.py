@@ -189,7 +189,7 @@ class Cluster:
     hub: str
     """Port of the hub that models come from."""
     database: Database = field(init=False)
-    workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    workers: dict[str, subprocess.Popen[bytes] | forks.Program] = field(default_factory=dict)
     client: httpx.Client = field(init=False)
     frozen: list[int] = field(default_factory=list)
     """Trainers that were stopped: they would not even hear that their worker is gone."""
@@ -260,12 +260,10 @@ class Cluster:
         where = Path(environment["EFT_DATA"]) if self.store_port is None else Path(environment["EFT_WORK"])
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         selftest.lay(self.shared if self.store_port is None else where, f"box-{box}", inherited=environment)
-        mount = f'mount --bind {self.shared} {where} && exec "$@"' if self.store_port is None else 'exec "$@"'
-        enter = ["ip", "netns", "exec", self.net.names[box], "sh", "-c", mount, "sh"]
         with (self.folder / f"box-{box}.log").open("ab") as log:
-            self.workers[f"box-{box}"] = subprocess.Popen(
-                [*enter, sys.executable, "-m", "worker"], cwd=HOME, env=environment, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent,
+            self.workers[f"box-{box}"] = forks.start(
+                "worker", environment=environment, log=log.fileno(), with_parent=True, network=self.net.names[box],
+                mounts=[(self.shared, where)] if self.store_port is None else [],
             )  # fmt: skip
 
     def serves(self, box: int) -> Any:
