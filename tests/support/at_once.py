@@ -19,7 +19,7 @@ def at_once(database: Database, *calls: Callable[[Database], T], seconds: float 
     """What each call returns, in a process and with connections of its own. They begin together."""
     database.dispose()  # neither a socket nor what SQLite knows of its locks goes along
     fork = multiprocessing.get_context("fork")
-    barrier, lines, processes = fork.Barrier(len(calls)), list[Connection](), []
+    barrier, lines, processes = fork.Barrier(len(calls)), list[Connection](), list[Any]()
     for call in calls:
         line, theirs = fork.Pipe(duplex=False)
         process = fork.Process(target=_child, args=(url_of(database), call, barrier, theirs, seconds), daemon=True)

