@@ -148,20 +148,20 @@ def test_partial_batch_and_window(tmp_path: Path, tiny_dir: Path, method: Full |
 
 
 @pytest.fixture(scope="module")
-def two_layers_dir(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first two of SmolLM2's thirty layers: real weights of real widths, a tenth of the minutes."""
-    folder = tmp_path_factory.mktemp("two") / "model"
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.bfloat16, num_hidden_layers=2)
+def six_layers_dir(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first six of SmolLM2's thirty layers: real weights of real widths, a fifth of the minutes."""
+    folder = tmp_path_factory.mktemp("six") / "model"
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.bfloat16, num_hidden_layers=6)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(smollm2_dir).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("method", [LoRA, QLoRA])
-def test_real_weights(tmp_path: Path, two_layers_dir: Path, method: Any) -> None:
+def test_real_weights(tmp_path: Path, six_layers_dir: Path, method: Any) -> None:
     compare(
         tmp_path,
-        two_layers_dir,
+        six_layers_dir,
         method(r=8, lora_alpha=16, lora_dropout=0.0),
         rows=16,
         epochs=1,

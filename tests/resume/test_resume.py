@@ -1,8 +1,7 @@
 """Resuming is exact to the bit: killed or asked to leave anywhere, the final weights are those of a run nobody touched.
 
 LoRA with dropout 0.1, the same over NF4 with gradient checkpointing, and full fine-tuning; bf16, windows of 4
-micro-steps, shuffled rows of different lengths. NF4 is left at every place in batches of so many tokens,
-and killed in those of so many rows.
+micro-steps, shuffled rows of different lengths.
 """
 
 from __future__ import annotations
@@ -48,15 +47,13 @@ AXES: dict[str, Any] = {
     },
     "checkpoint": {"type": "disk", "save_steps": SAVE, "keep_last": 2},
 }
-QLORA: dict[str, Any] = AXES | {
-    "method": AXES["method"] | {"type": "qlora"},
-    "memory": {"type": "resident", "gradient_checkpointing": True},
-}
 METHODS = {
     "lora": AXES,
+    "qlora": AXES
+    | {"method": AXES["method"] | {"type": "qlora"}, "memory": {"type": "resident", "gradient_checkpointing": True}},
     "full": AXES
     | {"method": "full", "optimizer": {"learning_rate": 1e-3}, "memory": {"gradient_checkpointing": "selective"}},
-    "qlora over tokens": QLORA | {"batching": {"type": "tokens", "tokens_per_batch": 56}},
+    "tokens": AXES | {"batching": {"type": "tokens", "tokens_per_batch": 56}},
     "packed": AXES
     | {"batching": {"type": "packed", "tokens_per_batch": 48}, "memory": {"activation_offloading": True}},
 }
@@ -142,7 +139,7 @@ def test_leaving_at_every_place_in_turn(
         pytest.fail("the run never came to its end")
     assert number >= 8
     micro = {event["micro_step"] for attempt in attempts for event in events(attempt, "checkpoint")}
-    if method == "qlora over tokens":  # its windows differ in length
+    if method == "tokens":  # its windows differ in length
         assert len(micro) >= 4, "too few attempts left inside a window"
     else:
         assert {0, 1, 2, 3} <= micro, "no attempt left inside a window"
@@ -152,13 +149,12 @@ def test_leaving_at_every_place_in_turn(
     assert before is not None, "the first evaluation is remembered over all attempts"
 
 
-@pytest.mark.parametrize("axes", [AXES, QLORA], ids=["lora", "qlora"])
+@pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_real_processes_killed_and_stopped(
-    tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path, axes: dict[str, Any]
+    tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path, method: str
 ) -> None:
     """Over packed weights the second start reads what the first has packed."""
-    quantised = axes is QLORA
-    axes = axes | ATTENDED
+    axes = METHODS[method] | ATTENDED
     calm = write_run(tmp_path / "calm", tiny_dir, rows[0], **axes)
     assert run(calm) == EXIT_OK, events(calm)[-1]
 
@@ -181,7 +177,7 @@ def test_real_processes_killed_and_stopped(
     resumed = events(third, "resumed")[0]
     assert (resumed["step"], resumed["micro_step"]) == (left["step"], left["micro_step"])
     assert not notices(third)
-    if quantised:
+    if method == "qlora":
         sources = [events(one, "run_record")[0]["record"]["quantization"]["source"] for one in (calm, first, third)]
         assert sources == ["quantised", "quantised", "cache"]
         stored = {path.name for path in left_behind(second).iterdir()}
