@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from core.tools import ToolSet
 from core.train.tools.install import Tools, install
 from tests.support.models import HOME
 
 CACHE = HOME / "cache"
 """Stands for the cache of a data root. It is everybody's: nothing but tools is written there."""
+TRACKERS: tuple[ToolSet, ...] = ("tensorboard", "mlflow", "wandb", "trackio")
 
 
 def compressed_tools() -> Tools:
@@ -41,6 +43,11 @@ def game_tools() -> Tools:
     return install("games", CACHE, offline=False, field="data.train")
 
 
+def tracker_tools(tracker: ToolSet) -> Tools:
+    """Install one of TRACKERS, or answer what is there."""
+    return install(tracker, CACHE, offline=False, field="tracking")
+
+
 def gguf_tools() -> Tools:
     """Install what writes, quantises and reads GGUF files, or answer what is there."""
     install("quants", CACHE, offline=False, field="export")
@@ -56,4 +63,5 @@ if __name__ == "__main__":
         math_tools().folder,
         task_tools().folder,
         game_tools().folder,
+        *(tracker_tools(tracker).folder for tracker in TRACKERS),
     )

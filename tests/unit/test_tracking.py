@@ -7,7 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ from core.spec.axes.evaluation.tracking import Trackio
 from core.spec.run.folder import EVENTS_FILE
 from core.tools import ToolSet
 from core.tracking.points import Points
-from core.train.tools.install import install
 from tests.support.service import ROOT, wait_for
-from tests.support.tools import CACHE
+from tests.support.tools import TRACKERS, tracker_tools
 from worker.environment import tracker_environment
 
 JOB = "job-01m84vq6fkd8bxd2rx3shwk9t6"
@@ -99,9 +98,9 @@ def write_events(run_dir: Path, steps: range) -> None:
 def mlflow_has_a_run(path: Path) -> bool:
     if not path.exists():
         return False
-    with closing(sqlite3.connect(path)) as database:
-        there = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'runs'").fetchone()  # the file comes first
-        return there is not None and bool(database.execute("SELECT count(*) FROM runs").fetchone()[0])
+    with closing(sqlite3.connect(path)) as database, suppress(sqlite3.OperationalError):  # no table yet, or locked
+        return bool(database.execute("SELECT count(*) FROM runs").fetchone()[0])
+    return False
 
 
 def test_each_point_is_read_once_over_attempts_that_repeat_steps(tmp_path: Path) -> None:
@@ -124,9 +123,9 @@ def test_each_point_is_read_once_over_attempts_that_repeat_steps(tmp_path: Path)
     assert list(points.read()) == [] and points.ended == "result"
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow", "wandb", "trackio"])
+@pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_tracker_has_each_point_once_whatever_is_killed(tracker: ToolSet, tmp_path: Path) -> None:
-    tools = install(tracker, CACHE, offline=False, field="tracking")
+    tools = tracker_tools(tracker)
     environment = tracker_environment(tools.folder, tmp_path, inherited={"PATH": os.environ["PATH"]})
     attempts = [tmp_path / "attempt-2", tmp_path / "attempt-3"]
     folder = tmp_path / tracker
