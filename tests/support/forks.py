@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from box import fork_server
 from core import HOME
-from core.base import forks
+from core.base import forks, quick_imports
 from core.base.collector import importing
 from core.base.forks import Forked, become_module, fork_orphan
 from core.base.process import adopting_orphans, die_with_parent
@@ -327,6 +327,10 @@ def _become(order: Mapping[str, Any], given: Sequence[int]) -> NoReturn:
     module, *arguments = order["command"]
     if module == TRAINER:
         _move_home()
+    else:  # a trainer leaves these out, and its fork server has; a worker over a bucket wants boto3
+        for name in quick_imports.UNUSED:
+            if name in sys.modules and sys.modules[name] is None:
+                del sys.modules[name]
     become_module(module, arguments)
 
 
