@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import marshal
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = "EFT_REHEARSAL_BRANCHES"
 PACKAGE = "core.train"
+CODE = "code"
+"""A folder in that one, of the modules' code."""
 NOTED = "_eft_branch"
 COMPILED = "torch.compile makes code of a GPU by Triton, which has no driver here"
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -70,9 +73,21 @@ class _Noting(ast.NodeTransformer):
 
 
 class _Loader(SourceFileLoader):
+    kept: Path
+    """A folder with the code of modules."""
+
     def get_code(self, fullname: str) -> CodeType:
-        tree = _Noting(fullname).visit(ast.parse(Path(self.path).read_bytes()))
-        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
+        """Compiled once a run, by whichever process comes first to the module."""
+        kept = self.kept / fullname
+        try:
+            code: CodeType = marshal.loads(kept.read_bytes())
+        except FileNotFoundError:
+            tree = _Noting(fullname).visit(ast.parse(Path(self.path).read_bytes()))
+            code = compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
+            aside = kept.with_name(f".{fullname}-{os.getpid()}")
+            aside.write_bytes(marshal.dumps(code))
+            aside.replace(kept)
+        return code
 
 
 class _Finder:
@@ -90,6 +105,8 @@ def install() -> None:
     """Note what is taken from here on, if a folder for it is named."""
     if (folder := os.environ.get(FOLDER)) is None:
         return
+    _Loader.kept = Path(folder) / CODE
+    _Loader.kept.mkdir(exist_ok=True)
     noted: set[tuple[str, str, bool]] = set()
 
     def note(about: tuple[str, str, bool], value: Any) -> Any:
@@ -114,7 +131,8 @@ def device_tests() -> Iterator[tuple[str, str]]:
 
 def faults(folder: Path) -> list[str]:
     """Tests that never came out as on a GPU and are no exception, and exceptions that have no reason any more."""
-    taken = {tuple(line.split("\t")) for path in folder.iterdir() for line in path.read_text().splitlines()}
+    noted = [path for path in folder.iterdir() if path.name != CODE]
+    taken = {tuple(line.split("\t")) for path in noted for line in path.read_text().splitlines()}
     everything = set(device_tests())
     missed = everything - taken - set(EXCEPTIONS)
     idle = {one for one in EXCEPTIONS if one in taken or one not in everything}

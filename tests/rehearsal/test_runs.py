@@ -19,7 +19,7 @@ from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.spec.run.folder import ORDER_FILE
 from core.train.kernels.scratch import _streams as scratches
 from core.train.recipe import run
-from tests.rehearsal.environment import variables
+from tests.rehearsal.forking import ForkedProgram
 from tests.support.gang import CODES, AskedAt
 from tests.support.trainer import (
     ENVIRONMENT,
@@ -27,7 +27,6 @@ from tests.support.trainer import (
     events,
     log,
     pairs,
-    start,
     wait_until,
     weights,
     write_rows,
@@ -55,7 +54,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows") / "train.jsonl", pairs(20))
 
 
-@pytest.mark.xdist_group("resumed")
+@pytest.mark.xdist_group("forks")
 def test_a_run_that_was_paused_and_killed_ends_with_the_same_bits(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
     calm = write_run(tmp_path / "calm", tiny_dir, rows, **RESUMED)
     assert run(calm) == EXIT_OK, log(calm)
@@ -63,10 +62,10 @@ def test_a_run_that_was_paused_and_killed_ends_with_the_same_bits(tmp_path: Path
     attempts = [write_run(tmp_path / "1", tiny_dir, rows, memory_dir=memory / "1", **RESUMED)]
     assert run(attempts[0], AskedAt(3, attempts[0])) == EXIT_CHECKPOINTED
     attempts.append(write_run(tmp_path / "2", tiny_dir, rows, resume_from=attempts, memory_dir=memory / "2", **RESUMED))
-    killed = start(attempts[1])
+    killed = ForkedProgram("core.train", str(attempts[1]), log=attempts[1] / "log.txt")
     wait_until(lambda: any(event["step"] >= 3 for event in events(attempts[1], "metrics")), killed)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
     left = [memory / "2", *reversed(attempts)]
     attempts.append(write_run(tmp_path / "3", tiny_dir, rows, resume_from=left, **RESUMED))
     assert run(attempts[2]) == EXIT_OK, log(attempts[2])
@@ -74,7 +73,7 @@ def test_a_run_that_was_paused_and_killed_ends_with_the_same_bits(tmp_path: Path
     assert weights(attempts[2]) == weights(calm)
 
 
-@pytest.mark.xdist_group("memory")
+@pytest.mark.xdist_group("forks")
 def test_out_of_memory_ends_in_the_halved_micro_batch(tmp_path: Path, tiny_dir: Path) -> None:
     """The allocator's own refusal, of a device on which only half of the rows fit at once."""
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}:", "completion": " go" * 150} for n in range(32)])
@@ -87,14 +86,12 @@ def test_out_of_memory_ends_in_the_halved_micro_batch(tmp_path: Path, tiny_dir: 
         order = json.loads((run_dir / ORDER_FILE).read_text())
         order["spec"] = apply(JobSpec.model_validate(order["spec"]), adjusted).model_dump(mode="json")
         (run_dir / ORDER_FILE).write_text(json.dumps(order))
-        about = variables(bytes=260 << 20) | ENVIRONMENT
-        command = [sys.executable, "-m", "core.train", str(run_dir)]
-        ended = subprocess.run(command, cwd=ROOT, env=about, capture_output=True, text=True, check=False, timeout=300)
-        ends.append(ended.returncode)
-        if ended.returncode == EXIT_OK:
+        code = ForkedProgram("core.train", str(run_dir), log=run_dir / "log.txt", devices=1, bytes=260 << 20).wait()
+        ends.append(code)
+        if code == EXIT_OK:
             break
         (error,) = events(run_dir, "error")
-        assert ended.returncode == EXIT_FAILED and error["failure"] == "memory", (error, ended.stderr[-2000:])
+        assert code == EXIT_FAILED and error["failure"] == "memory", (error, log(run_dir)[-2000:])
         found = smaller(JobSpec.model_validate(order["spec"]), BATCH)
         assert found is not None
         adjusted |= found
@@ -139,7 +136,7 @@ def test_two_ranks_with_a_gpu_each_train_what_one_does(tmp_path: Path, tiny_dir:
     assert weights(rest) == weights(two)
 
 
-@pytest.mark.xdist_group("resumed")
+@pytest.mark.xdist_group("forks")
 def test_a_run_leaves_no_scratch_to_the_next_of_its_process(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
     axes = {**RESUMED, "method": {"type": "qlora", "r": 4}, "training": RESUMED["training"] | {"max_steps": 1}}
     assert run(write_run(tmp_path / "run", tiny_dir, rows, **axes)) == EXIT_OK

@@ -26,6 +26,7 @@ from core.train.model.load import load_model, saved_dtype
 from core.train.model.placement import DeviceMissing, place
 from tests.rehearsal import branches, numbers
 from tests.rehearsal.environment import variables
+from tests.rehearsal.forking import ForkedProgram
 from tests.rehearsal.support import bare, python, visible
 from tests.support.trainer import ROOT
 
@@ -280,22 +281,14 @@ def test_a_branch_that_was_not_taken_and_an_exception_without_need_are_named(tmp
 # --- the self-test -----------------------------------------------------------------------------------
 
 
+@pytest.mark.xdist_group("forks")
 def test_the_self_test_runs_on_the_device(tmp_path: Path) -> None:
     """One part of each kind."""
-    journal = tmp_path / "journal"
-    command = [
-        sys.executable,
-        "-m",
-        "core.train.selftest",
-        str(journal),
-        "--only",
-        "matmul.bf16,optimizer.adamw,qlora.nf4.bf16,loss.portable.bf16,attention.flash.bf16",
-    ]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=variables(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    journal, log = tmp_path / "journal", tmp_path / "log"
+    only = "matmul.bf16,optimizer.adamw,qlora.nf4.bf16,loss.portable.bf16,attention.flash.bf16"
+    code = ForkedProgram("core.train.selftest", str(journal), "--only", only, log=log, devices=1).wait()
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert code == 0, log.read_text()[-2000:]
     about = next(line["device"] for line in lines if "device" in line)
     assert about["device_name"] == "Rehearsal (no GPU)" and about["runtime"].startswith("cuda")
     assert lines[-1] == {"done": True}

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from core.base import collector
 from core.base.process import die_with_parent
@@ -208,7 +208,11 @@ def notices(run_dir: Path) -> list[dict[str, Any]]:
     return [event for event in events(run_dir, "notice") if event["code"] not in ("few_steps", "long_warmup")]
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes] | Forked, seconds: float = 200) -> None:
+class Polled(Protocol):
+    def poll(self) -> int | None: ...
+
+
+def wait_until(condition: Callable[[], bool], process: Polled, seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the trainer ended before"
