@@ -182,7 +182,7 @@ def test_a_job_from_the_registry_by_any_handle(api: Api) -> None:
 
 @pytest.mark.both_databases
 def test_an_export_that_is_asked_for_later(api: Api) -> None:
-    """Rules and rows; what is written, in tests/service/test_chains.py and tests/train/test_later_exports.py."""
+    """Rules and rows; what is written, in tests/service/test_chains.py and tests/train/test_exports.py."""
     model = made(api, name="Exported later")
     job, url = f"job-{model[6:]}", f"/models/{model}/exports"
     for wrong, field in (({"export": []}, "export"), ({"export": ["pickle"]}, "export.0"), ({}, "export")):

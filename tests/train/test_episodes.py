@@ -251,10 +251,12 @@ def respond(answers, limit):
         raise KeyError('a move')
     return 'on'
 """
+# Asleep: a program that keeps a processor busy is one of tests/train/test_reward_programs.py.
 HANGS = """
+import time
 def respond(answers, limit):
     while len(answers) == 2 and limit == 3:
-        pass
+        time.sleep(1)
     return 'on'
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ from core.train.export.formats import packed
 from core.train.export.formats.gguf import PROGRAMS, conversion
 from core.train.export.formats.subject import Subject
 from core.train.export.formats.write import _written
+from core.train.export.gguf import proof
 from core.train.export.gguf.proof import saved_for_converter
 from core.train.export.packed.readers import reader_of
 from core.train.export.retention import measure
+from core.train.tools.install import install
 from tests.support.selection import EVERYTHING, covering, one_a_commit
-from tests.support.tools import compressed_tools, gguf_tools, torchao_tools
+from tests.support.tool_forks import tool_forks
+from tests.support.tools import CACHE, compressed_tools, gguf_tools, torchao_tools
 from tests.support.tuned import METHODS, MODELS, tuned
 
 ITEMS: dict[str, Export] = {
@@ -97,7 +101,11 @@ def test_each_reader_finds_what_was_trained(tmp_path: Path, cells: list[Cell]) -
         tools.run(PROGRAMS / "convert_program.py", json.dumps(told))
     for one, file in asked.items():
         subjects[one].once("converted-trained", file.rename)
-    found = {cell: made(subjects[cell[1:]], ITEMS[cell[0]]) for cell in cells if not is_packed(cell)}
+    quants = install("quants", CACHE, offline=True, field="export")
+    with tool_forks() as forks:  # these two start cold in test_exports.py
+        for program in (PROGRAMS / "quantise_program.py", proof.PROGRAM):
+            forks.prepare(program, replace(tools, beside=(quants.folder,)))
+        found = {cell: made(subjects[cell[1:]], ITEMS[cell[0]]) for cell in cells if not is_packed(cell)}
     found |= read_at_once({cell: subjects[cell[1:]] for cell in cells if is_packed(cell)})
     lost = {
         cell: retention
