@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from core.spec.session.job import SessionSpec
 from core.train.ranks.env import FOLDER
 from core.train.session import __main__ as session_main
 from core.train.session.ranks import __main__ as rank_main
-from tests.support.trainer import Forked
+from tests.support.trainer import ENVIRONMENT, ROOT, Forked
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -126,9 +128,10 @@ class SessionClient:
 
 class SessionRanks(SessionClient):
     """The ranks of a session, forks of this process, which has imported what they need; a context manager that ends
-    them. Nothing stands in for the launcher of several: the death of one is not the end of the others."""
+    them. Nothing stands in for the launcher of several: the death of one is not the end of the others. `cold`: one, as
+    a worker without a spare starts it."""
 
-    def __init__(self, run_dir: Path, given: SessionOrder, count: int) -> None:
+    def __init__(self, run_dir: Path, given: SessionOrder, count: int, cold: bool = False) -> None:
         run_dir.mkdir(parents=True)
         (run_dir / ORDER_FILE).write_text(given.model_copy(update={"world_size": count}).model_dump_json())
         ours, theirs = socket.socketpair()
@@ -144,7 +147,18 @@ class SessionRanks(SessionClient):
                 theirs.close()
             return rank_main.main(arguments[: 1 if rank else 2])
 
-        self.ranks = [Forked(run_dir, program=partial(become, rank)) for rank in range(count)]
+        self.ranks: list[Forked | subprocess.Popen[bytes]]
+        if cold:
+            assert count == 1
+            command = [sys.executable, "-m", "core.train.session", str(run_dir), str(theirs.fileno())]
+            variables = {"PATH": os.defpath} | ENVIRONMENT
+            self.ranks = [
+                subprocess.Popen(
+                    command, cwd=ROOT, env=variables, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL
+                )
+            ]
+        else:
+            self.ranks = [Forked(run_dir, program=partial(become, rank)) for rank in range(count)]
         theirs.close()
         super().__init__(ours)
 

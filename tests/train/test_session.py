@@ -493,7 +493,7 @@ def test_a_killed_child_goes_on_to_the_bit_from_its_snapshot(
     tiny_dir: Path, tmp_path: Path, method: dict[str, Any]
 ) -> None:
     """kill -9 within an accumulation window, behind a snapshot: replayed from there, the weights are those of a child
-    that was not disturbed. Dropout takes part."""
+    that was not disturbed. Dropout takes part, and one child that starts cold."""
     log: list[tuple[str, Any, dict[str, Any]]] = [("create", None, {"model": "m", "method": method, "seed": 5})]
     for turn in range(4):
         log.append(("forward_backward", examples(ROWS[turn % 3]), {"model": "m"}))
@@ -510,7 +510,7 @@ def test_a_killed_child_goes_on_to_the_bit_from_its_snapshot(
     expected = finish(calm)
     calm.end()
     given = session.order(tiny_dir, tmp_path / "struck", method=method)
-    with SessionRanks(tmp_path / "run-1", given, 1) as child:
+    with SessionRanks(tmp_path / "run-1", given, 1, cold=method["type"] == "full") as child:
         for op, arrays, fields in log[:6]:
             child.ask(op, arrays, **fields)
         child.snapshot()
