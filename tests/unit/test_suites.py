@@ -160,3 +160,34 @@ def test_who_fails_once_is_unsteady_and_who_fails_twice_has_failed(
     assert (found is not None) == steady
     if found is not None:
         assert "assert 1 > 1" in found[0].first and "1 passed" in found[0].again
+
+
+@pytest.mark.parametrize(("later", "code", "verdict"), [(1e9, 0, "passed"), (2.0, 1, "over its row")])
+def test_a_suite_is_over_its_row_only_where_the_machine_is_no_slower_than_at_first(
+    suites: ModuleType, there: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    later: float, code: int, verdict: str,
+) -> None:  # fmt: skip
+    (there / "tests" / "unit").mkdir(parents=True)
+    (there / "tests" / "unit" / "test_good.py").write_text("def test_good(): pass\n")
+    factors = iter((1.0, later))
+    monkeypatch.setattr(suites, "slowness", lambda: next(factors))
+    monkeypatch.setattr(suites, "SUITES", {"some": (1e-6, ["unit"], [])})
+    monkeypatch.setattr(sys, "argv", ["suites.py"])
+    monkeypatch.setenv("CI", "true")
+    assert suites.main() == code
+    (row,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("some ")]
+    assert row.endswith(f"   {verdict}")
+
+
+def test_the_end_of_a_run_names_what_failed(
+    suites: ModuleType, there: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (there / "tests" / "unit").mkdir(parents=True)
+    (there / "tests" / "unit" / "test_bad.py").write_text('def test_bad(): assert 1 == 2, "as it should"\n')
+    monkeypatch.setattr(suites, "slowness", lambda: 1.0)
+    monkeypatch.setattr(suites, "SUITES", {"some": (10, ["unit"], [])})
+    monkeypatch.setattr(sys, "argv", ["suites.py"])
+    assert suites.main() == 1
+    last = capfd.readouterr().out.partition("FAILED in ")[2]
+    assert last.startswith("call: tests/unit/test_bad.py::test_bad\n") and "as it should" in last
+    assert len(last.splitlines()) <= 1 + suites.LAST_LINES
