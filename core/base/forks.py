@@ -27,8 +27,8 @@ READ_AT_START = re.compile(r"(LD|GLIBC|MALLOC|PYTHON|OMP|OPENBLAS|MKL)_?[A-Z0-9_
 starts cold."""
 
 launch: Callable[..., Any] = subprocess.Popen
-"""Starts a fork server, with the arguments of subprocess.Popen. Tests put a fork with its imports in the place of a
-start."""
+"""Starts a process that imports for long, such as a fork server, with the arguments of subprocess.Popen. Tests put a
+fork with its imports in the place of a start."""
 ahead: Callable[[str], None] | None = None
 """Called with the name of a module before this process goes on as it, while it has one thread. Tests fork here what
 `launch` will want."""

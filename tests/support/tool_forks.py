@@ -23,7 +23,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
+from unittest import mock
 
+from core.base import forks as base_forks
 from core.base.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -63,10 +65,11 @@ class ToolFork:
 
 
 class ToolForks:
-    """Call `start` in the place of subprocess.Popen."""
+    """Call `launch` in the place of that of core.base.forks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._otherwise = base_forks.launch
         self._servers: dict[tuple[str, str], tuple[Path, subprocess.Popen[bytes]]] = {}
 
     def prepare(self, program: Path, tools: Tools) -> None:
@@ -85,10 +88,10 @@ class ToolForks:
                 ),
             )
 
-    def start(self, command: Sequence[str], **options: Any) -> ToolFork | subprocess.Popen[bytes]:
+    def launch(self, command: Sequence[str], **options: Any) -> Any:
         _python, _safely, program, *arguments = command
-        if (server := self._servers.get((program, options["env"]["PYTHONPATH"]))) is None:
-            return subprocess.Popen(command, **options)
+        if (server := self._servers.get((program, options["env"].get("PYTHONPATH", "")))) is None:
+            return self._otherwise(command, **options)
         return ToolFork(server[0], arguments, options["stdout"])
 
     def close(self) -> None:
@@ -100,16 +103,12 @@ class ToolForks:
 @contextlib.contextmanager
 def tool_forks() -> Iterator[ToolForks]:
     """Until its end, programs that are prepared are forks."""
-    from core.train.tools import install
-
-    before = install.start
     with tempfile.TemporaryDirectory() as folder:
         forks = ToolForks(Path(folder))
-        install.start = forks.start  # type: ignore[assignment]
         try:
-            yield forks
+            with mock.patch.object(base_forks, "launch", forks.launch):
+                yield forks
         finally:
-            install.start = before
             forks.close()
 
 

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core import HOME
+from core.base import forks
 from core.errors import EftError
 from core.tools import FOLDER, ToolSet, place, requirements
 from core.train.hub.download import is_offline
 
 POLL_SECONDS = 0.5
-
-start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-"""Starts a program, with the arguments of subprocess.Popen. Tests put a fork with its imports in its place."""
 
 
 class ToolsMissing(EftError):
@@ -54,7 +52,7 @@ class Tools:
         command = [sys.executable, "-P", str(program), *arguments]
         with tempfile.TemporaryFile() as output:
             # stdin is the worker's line to this process: it is not for others.
-            child = start(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            child = forks.launch(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
             try:
                 while (status := _ended(child)) is None:
                     between()
