@@ -31,6 +31,8 @@ ASKING = ("math_rl.train", "preference.", "multiplayer_rl", "distillation.", "pr
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>")
 WORDS = ("red", "blue", "green", "small", "large", "cat", "dog", "bird", "runs", "sleeps", "sings", "today", "often")
 ROWS = 96
+SECONDS = 400
+"""A recipe may take, unless its caller says more."""
 
 
 def python() -> Path:
@@ -67,7 +69,7 @@ def started(
     return service, overlay
 
 
-def run(service: Service, overlay: Path, row: str, log: Path, seconds: float = 400) -> tuple[int, str]:
+def run(service: Service, overlay: Path, row: str, log: Path, seconds: float = SECONDS) -> tuple[int, str]:
     """Exit status and output of a recipe: its module and arguments, of which the last one for a field holds. `log`:
     where it writes its metrics."""
     module, arguments = command(row, log)
@@ -115,7 +117,7 @@ def forking(service: Service, overlay: Path, *modules: str) -> Iterator[Callable
 
         def run_fork(row: str, log: Path) -> tuple[int, str]:
             out = service.folder / "recipe.log"
-            print(json.dumps([*command(row, log), str(out), 400]), file=process.stdin, flush=True)
+            print(json.dumps([*command(row, log), str(out), SECONDS]), file=process.stdin, flush=True)
             code = answers.readline()
             assert code, "the process that forks recipes has ended"
             return int(code), out.read_text()
