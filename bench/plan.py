@@ -1,17 +1,18 @@
-"""Planned against measured memory: `python -m bench.plan [--device cuda] [--only NAME,…]`.
+"""Planned against measured memory: `python -m bench.plan [--only NAME,…]`.
 
-`--device rehearsal`: models of real size against torch's own GPU allocator, on a machine without a GPU
-(bench/plan_rehearsal.py).
+`--device cuda`: models of real size on this machine's GPU; `--device rehearsal`: the same against torch's own GPU
+allocator, on a machine without a GPU (bench/plan_large.py, where `--only` has semicolons).
 
-For each combination of model shape, method, quantisation, batching, checkpointing and streaming a child process loads a
-model of random weights as a trainer does (core/train/model/build.py), takes two optimizer steps and an evaluation, and
-says how much memory that took; beside it the plan's `peak` for the same job, made before anything was loaded.
+On a CPU, for each combination of model shape, method, quantisation, batching, checkpointing and streaming, a child
+process loads a model of random weights as a trainer does (core/train/model/build.py), takes two optimizer steps and an
+evaluation, and says how much memory that took; beside it the plan's `peak` for the same job, made before anything was
+loaded.
 
-Measured is, on a GPU, `torch.cuda.max_memory_allocated`. On a CPU it is the kernel's own figure for the process: the
-high-water mark of its resident set (VmHWM, set back by writing 5 to /proc/self/clear_refs once the model is loaded:
-proc_pid_status(5), proc_pid_clear_refs(5)) above what the process had before it loaded the model, when all code had
-been run once on a small model, so that libraries are loaded and their kernels compiled. An account of tensors would
-leave out what the matrix libraries take for themselves, and that is memory as well.
+Measured is the kernel's own figure for the process: the high-water mark of its resident set (VmHWM, set back by writing
+5 to /proc/self/clear_refs once the model is loaded: proc_pid_status(5), proc_pid_clear_refs(5)) above what the process
+had before it loaded the model, when all code had been run once on a small model, so that libraries are loaded and their
+kernels compiled. An account of tensors would leave out what the matrix libraries take for themselves, and that is
+memory as well.
 
 The last line is one JSON object.
 """
@@ -40,7 +41,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """For the child on a CPU: the C library gives every block of 64 KiB or more back to the kernel at once (mallopt(3)).
 By itself it raises that bound to 32 MiB as blocks are freed, and keeps what is below it for later, up to as much again
 as all tensors together, and never the same twice: that is its habit, and no property of the job."""
-WANTED = {"cpu": 0.20, "cuda": 0.10}
+WANTED = 0.20
 """Error of the plan that the goal allows."""
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -126,50 +127,39 @@ class Measured:
     stages: dict[str, int] = field(default_factory=dict)
 
 
-def measure(work: Path, combination: Combination, device_name: str, account: bool) -> dict[str, Any]:
+def measure(work: Path, combination: Combination, account: bool) -> dict[str, Any]:
     """The child: run the job on a small model, then on this one; bytes that it took."""
-    import torch
-
-    device = torch.device(device_name)
     from core.train.kernels.float32 import through_float32
 
-    with through_float32(_route(combination, device)):  # as a run does
-        return _measured(work, combination, device, account)
+    with through_float32(_route(combination)):  # as a run does
+        return _measured(work, combination, account)
 
 
-def _measured(work: Path, combination: Combination, device: Any, account: bool) -> dict[str, Any]:
-    import torch
-
-    _run(work, combination, device, small=True)
+def _measured(work: Path, combination: Combination, account: bool) -> dict[str, Any]:
+    _run(work, combination, small=True)
     before = _resident()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    found = _run(work, combination, device, small=False, account=account)
+    found = _run(work, combination, small=False, account=account)
     high = {name: value - before for name, value in found.pop("high").items()}
-    if device.type == "cuda":
-        high = {"steps": torch.cuda.max_memory_allocated(device)}
     return found | {"peak": max(high.values()), **high}
 
 
-def _route(combination: Combination, device: Any) -> Route:
+def _route(combination: Combination) -> Route:
     from core.spec.settled import method_of
     from core.train.model.compute import route_of_products
     from core.train.model.placement import place
 
-    spec = _spec(combination, device)
+    spec = _spec(combination)
     return route_of_products(place(spec.resources, spec.training, method_of(spec)), samples=False)
 
 
-def _spec(combination: Combination, device: Any) -> Any:
+def _spec(combination: Combination) -> Any:
     from core.spec.job import JobSpec
     from core.spec.resolve import resolve
 
-    resources = {"accelerator": "gpu" if device.type == "cuda" else "cpu"}
-    return resolve(JobSpec.model_validate(combination.job | {"resources": resources}))
+    return resolve(JobSpec.model_validate(combination.job | {"resources": {"accelerator": "cpu"}}))
 
 
-def _run(work: Path, combination: Combination, device: Any, *, small: bool, account: bool = False) -> dict[str, Any]:
+def _run(work: Path, combination: Combination, *, small: bool, account: bool = False) -> dict[str, Any]:
     import gc
 
     import numpy as np
@@ -191,7 +181,7 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
 
     quiet()
     folder = work / (("small-" if small else "") + combination.model)
-    spec = _spec(combination, device)
+    spec = _spec(combination)
     placement = place(spec.resources, spec.training, method_of(spec))
     longest = 16 if small else combination.longest
     order = RunOrder(
@@ -292,7 +282,7 @@ def make(folder: Path, about: dict[str, Any], *, small: bool) -> None:
     model.save_pretrained(folder)
 
 
-def planned(work: Path, combination: Combination, device_name: str) -> Any:
+def planned(work: Path, combination: Combination) -> Any:
     from core.plan.device import Device
     from core.plan.memory.plan import plan
     from core.plan.models.shape import Shape
@@ -300,32 +290,26 @@ def planned(work: Path, combination: Combination, device_name: str) -> Any:
     from core.spec.resolve import resolve
 
     spec = resolve(JobSpec.model_validate(combination.job))
-    here = Device("cpu")
-    if device_name == "cuda":
-        import torch
-
-        major, minor = torch.cuda.get_device_capability()
-        about = torch.cuda.get_device_properties(0)
-        here = Device("gpu", getattr(about, "gcnArchName", "").split(":")[0] or f"sm_{major}{minor}")
-    return plan(spec, Shape.of_folder(work / combination.model), longest=combination.longest, device=here)
+    return plan(spec, Shape.of_folder(work / combination.model), longest=combination.longest, device=Device("cpu"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "rehearsal"])
     parser.add_argument("--only", help="names, or parts of them, with commas")
+    parser.add_argument("--at-once", type=int, help="rows at a time (default: 2, on a GPU 1)")
     parser.add_argument("--account", action="store_true", help="also count tensors (slow), to see what is missing")
     parser.add_argument("--work", type=Path, help="a folder for the models, to be used again")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         one = next(each for each in COMBINATIONS if each.name == args.child)
-        print(json.dumps(measure(args.work, one, args.device, args.account)))
+        print(json.dumps(measure(args.work, one, args.account)))
         return
-    if args.device == "rehearsal":
-        from bench import plan_rehearsal
+    if args.device != "cpu":
+        from bench import plan_large
 
-        plan_rehearsal.main(args.only)
+        plan_large.main(args.only, args.device, args.at_once or (1 if args.device == "cuda" else 2))
         return
     with tempfile.TemporaryDirectory() as aside:
         work = args.work or Path(aside)
@@ -333,11 +317,10 @@ def main() -> None:
             each for each in COMBINATIONS if not args.only or any(part in each.name for part in args.only.split(","))
         ]
         results = [_compare(work, each, args) for each in wanted]
-    limit = WANTED[args.device]
-    far = [each["name"] for each in results if abs(each["error"]) > limit]
+    far = [each["name"] for each in results if abs(each["error"]) > WANTED]
     missed = f"; not: {', '.join(far)}" if far else ""
-    print(f"{len(results) - len(far)} of {len(results)} within {limit:.0%}{missed}")
-    finish({"plan": {"device": args.device, "hardware": hardware(), "within": limit, "combinations": results}})
+    print(f"{len(results) - len(far)} of {len(results)} within {WANTED:.0%}{missed}")
+    finish({"plan": {"device": "cpu", "hardware": hardware(), "within": WANTED, "combinations": results}})
 
 
 def _compare(work: Path, combination: Combination, args: argparse.Namespace) -> dict[str, Any]:
@@ -345,11 +328,10 @@ def _compare(work: Path, combination: Combination, args: argparse.Namespace) -> 
         folder = work / (("small-" if small else "") + combination.model)
         if not folder.is_dir():
             make(folder, MODELS[combination.model], small=small)
-    expected = planned(work, combination, args.device)
-    command = [sys.executable, "-m", "bench.plan", "--device", args.device, "--work", str(work), "--child",
+    expected = planned(work, combination)
+    command = [sys.executable, "-m", "bench.plan", "--work", str(work), "--child",
                combination.name, *(["--account"] if args.account else [])]  # fmt: skip
-    environment = os.environ | (ALLOCATOR if args.device == "cpu" else {})
-    child = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
+    child = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=os.environ | ALLOCATOR)
     found = json.loads(child.stdout.splitlines()[-1])
     error = expected.peak / found["peak"] - 1
     print(

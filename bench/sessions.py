@@ -38,7 +38,7 @@ from eft.sync.sessions import TrainingSession
 
 from tests.support import models, session
 from tests.support.service import ROOT, Service, wait_for
-from tests.support.session import SessionChild, examples
+from tests.support.session import SessionRanks, examples
 
 ROW = list(range(10, 74))
 METHOD = {"type": "lora", "r": 8}
@@ -84,9 +84,8 @@ def verbs(service: Service, folder: Path, count: int) -> dict[str, float]:
     with (
         Client(service.note()["url"], service.key) as client,
         client.session(model=str(tiny), method=METHOD, **SPEC) as ours,
-        SessionChild(folder / "peer-run", order) as peer,
+        SessionRanks(folder / "peer-run", order, 1, cold=True) as peer,
     ):
-        peer.hello()
         peer.ask("create", model="a", method=METHOD)
         batch = [{"tokens": ROW}]
         for number in range(count + 10):
@@ -275,8 +274,7 @@ def together(service: Service, count: int, steps: int, runs: int) -> dict[str, f
 def drawn(folder: Path, model: Path, sessions: int, asks: int, tokens: int, runs: int) -> dict[str, float]:
     order = session.order(model, folder / "drawn").model_copy(update={"pass_tokens": 4096})
     clock, busy = list[float](), list[float]()
-    with SessionChild(folder / "drawn-run", order) as child:
-        child.hello()
+    with SessionRanks(folder / "drawn-run", order, 1, cold=True) as child:
         users = [child, *(child.beside(f"guest-{n}", folder / f"guest-{n}") for n in range(1, sessions))]
         for number, user in enumerate(users):
             user.ask("create", model="a", method=METHOD, seed=number)
@@ -289,12 +287,12 @@ def drawn(folder: Path, model: Path, sessions: int, asks: int, tokens: int, runs
         ]
 
         def ask(*, at_once: bool) -> tuple[list[list[int]], float, float]:
-            before, began = ticks(child.process.pid), time.perf_counter()
+            before, began = ticks(child.ranks[0].pid), time.perf_counter()
             if at_once:
                 found = child.ask_together([(user, "generate", examples(ROW[:16]), wish) for user, wish in wishes])
             else:
                 found = [user.ask("generate", examples(ROW[:16]), **wish)[1] for user, wish in wishes]
-            seconds, work = time.perf_counter() - began, (ticks(child.process.pid) - before) / TICKS
+            seconds, work = time.perf_counter() - began, (ticks(child.ranks[0].pid) - before) / TICKS
             return [one["tokens"].tolist() for one in found], seconds, work
 
         ask(at_once=False)

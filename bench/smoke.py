@@ -162,6 +162,9 @@ class Smoke:
         raise SmokeFailed("each of five jobs had ended before its trainer could be killed")
 
     def _beyond(self, job_id: str, step: int) -> bool:
+        for slot in (slot for node in self.service.client.get("/nodes").json()["data"] for slot in node["slots"]):
+            if slot["quarantined"]:
+                raise SmokeFailed(f"slot {slot['id']} is in quarantine: {slot['quarantined']}")
         job = self.service.job(job_id)
         ended = job["status"] in ("succeeded", "failed", "cancelled")
         return ended or (job["progress"] or {}).get("step", 0) >= step

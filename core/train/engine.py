@@ -31,6 +31,7 @@ from core.train.generation.generator import SlotGenerator
 from core.train.generation.products import few_rows
 from core.train.generation.sampling import Completion, Key, SamplingParams, Stops
 from core.train.generation.trial import SlotTrial, try_slots
+from core.train.linalg.norm import total_norm
 from core.train.model.load import count_parameters
 from core.train.model.scaler import LossScaler
 from core.train.optim import state as optimizer_state
@@ -185,7 +186,7 @@ class Engine:
         gradients = [p.grad for p in self._trained.values() if p.grad is not None]
         if self.scaler is not None:
             self.scaler.unscale_(gradients)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = total_norm(gradients)
         factor = self.schedule(self.steps - (0 if self.scaler is None else self.scaler.skipped))
         if self.scaler is not None and self._overflowed(norm, watch, self.scaler):
             self.zero_grad()
@@ -360,13 +361,14 @@ def build_engine(
     groups: Sequence[ParameterGroup] | None = None,
 ) -> Engine:
     """An engine over all of `model` that requires a gradient, with the optimizer of the spec. The model is built and on
-    `device` (default: the CPU); `groups` are those of its method, the rest is as `Engine` takes it."""
+    `device` (default: the CPU; a GPU without a number: the current one); `groups` are those of its method, the rest is
+    as `Engine` takes it."""
     updates = DeviceUpdates(model) if updates is None else updates
     return Engine(
         model,
         build_optimizer(optimizer, decay_groups(model) if groups is None else groups, updates.parameters),
         schedule,
-        device=torch.device("cpu") if device is None else device,
+        device=torch.empty(0, device=device).device,  # with its number, as tensors have it
         autocast=autocast,
         max_grad_norm=max_grad_norm,
         pad_token_id=pad_token_id,

@@ -115,7 +115,7 @@ def test_the_allocators_peak_falls_from_way_to_way(folder: Path, device: torch.d
         peaks[name] = torch.cuda.max_memory_allocated(device) - before
         del model, loss
     assert peaks["none"] > peaks["selective"] > peaks["whole"] > peaks["offloaded"], peaks
-    gone = (BLOCKS - INPUTS_IN_FLIGHT) * INPUT
+    gone = (BLOCKS - INPUTS_IN_FLIGHT - 1) * INPUT  # the first is a leaf of the graph, which holds it (PEFT)
     assert kept["whole"] - kept["offloaded"] == pytest.approx(gone, rel=0.05)
     assert peaks["whole"] - peaks["offloaded"] > 0.7 * gone
     away.close()

@@ -38,7 +38,7 @@ def test_no_step_waits_for_the_device(
     run_dir = write_run(tmp_path / "run", tiny_dir, rows, training=training, resources=where, **axes)
     watching = Watching(run_dir, device, STEPS)
     try:
-        assert run(run_dir, watching) == EXIT_OK, (events(run_dir)[-1], log(run_dir))
+        assert run(run_dir, watching) == EXIT_OK, f"{events(run_dir)[-1]} {log(run_dir)}"
     finally:
         watching.close()
     assert watching.steps >= STEPS - 3 and not watching.calls

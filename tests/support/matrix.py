@@ -4,7 +4,8 @@ The axes and the refusals are those of the compatibility table (core/plan/rules)
 allows is trained for two optimizer steps, stopped inside the second and resumed; its weights must be those of a run
 that nobody stopped, and what it hands back must read back, merged where it can be.
 
-A few cells are run by two ranks as well, and a few with compiled blocks.
+A few cells are run by two ranks as well, and a few with compiled blocks. `--accelerator gpu` trains on this machine's
+GPU instead, in a report of its own; two ranks then want two GPUs.
 
 `python -m tests.support.matrix --write` runs a covering choice of cells and writes the report, `--all` all of them.
 Each cell that is done is a line of a journal: a run that was stopped (`--seconds`, Ctrl-C) goes on behind it.
@@ -13,22 +14,27 @@ Each cell that is done is a line of a journal: a run that was stopped (`--second
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+import multiprocessing
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from core.base import quick_imports
 from core.plan.compatibility import check
 from core.plan.rules.axes import AXES, values_of
 from core.plan.rules.table import RULES
@@ -37,13 +43,13 @@ from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.base.code import code_sha256
 from core.train.base.stop import Stop
+from tests.support import models
 from tests.support.gang import forked
 from tests.support.preferences import judged, preferences
 from tests.support.selection import covering
 from tests.support.trainer import ROOT, events, log, pairs, run, write_rows, write_run
 
-REPORT = ROOT / "bench" / "results" / "matrix-cpu.txt"
-JOURNAL = ROOT / ".matrix.jsonl"
+RESULTS = ROOT / "bench" / "results"
 LISTED = 200
 """Cells that a report lists by name, at most."""
 RANKS = 2
@@ -139,7 +145,7 @@ class Cell:
         """The format that the stage is fed with."""
         return next(name for name in STAGES[self.stage].rows if name in ROWS)
 
-    def axes(self) -> dict[str, Any]:
+    def axes(self, accelerator: str = "cpu") -> dict[str, Any]:
         """Fields of the job."""
         method = METHODS[self.method]
         if self.base == "qat" and method["type"] == "lora":  # an adapter that is rounded with its base has no dropout
@@ -152,7 +158,7 @@ class Cell:
             "optimizer": {"type": self.optimizer, "learning_rate": rate, **OPTIONS.get(self.optimizer, {})},
             "batching": BATCHING[self.batching],
             "memory": MEMORY[self.memory],
-            "resources": {"gpus": self.ranks, "accelerator": "cpu"},
+            "resources": {"gpus": self.ranks, "accelerator": accelerator},
             "training": {
                 "max_steps": 2,
                 "per_device_train_batch_size": 2,
@@ -277,7 +283,7 @@ class InSecondStep(Stop):
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.left = run_dir, 3
 
-    @property  # type: ignore[override]
+    @property
     def requested(self) -> bool:
         if all(event["phase"] != "training" for event in events(self.run_dir, "phase")):
             return False
@@ -285,10 +291,10 @@ class InSecondStep(Stop):
         return self.left < 0
 
 
-def try_cell(cell: Cell, model: Path, folder: Path, cache: Path) -> None:
+def try_cell(cell: Cell, model: Path, folder: Path, cache: Path, accelerator: str = "cpu") -> None:
     """Run a cell below `folder`. AssertionError where it does not hold what the module says."""
     rows = write_rows(folder / "rows.jsonl", ROWS[cell.rows])
-    axes = cell.axes()
+    axes = cell.axes(accelerator)
     data = {"train": {"type": "path", "path": str(rows), "format": cell.rows}, "rendering": {"pairs": "joined"}}
     adapter = METHODS[cell.method]["type"] != "full"
     merges = {"export": [{"type": "merged", "dtype": "fp32"}]} if adapter and cell.base != "qat" else {}
@@ -297,11 +303,11 @@ def try_cell(cell: Cell, model: Path, folder: Path, cache: Path) -> None:
         return write_run(folder / name, model, rows, cache_dir=cache, data=data, **axes | more)
 
     calm = attempt("calm")
-    assert run(calm) == EXIT_OK, events(calm)[-1]
+    assert run(calm) == EXIT_OK, told(calm)
     first = attempt("first")
-    assert run(first, InSecondStep(first)) == EXIT_CHECKPOINTED, events(first)[-1]
+    assert run(first, InSecondStep(first)) == EXIT_CHECKPOINTED, told(first)
     second = attempt("second", resume_from=[first], **merges)
-    assert run(second) == EXIT_OK, events(second)[-1]
+    assert run(second) == EXIT_OK, told(second)
     assert events(second, "resumed"), "it began anew"
     assert _handed_back(second) == _handed_back(calm), "other weights after a resume"
     losses = [event["values"]["loss"] for event in events(calm, "metrics")]
@@ -309,12 +315,18 @@ def try_cell(cell: Cell, model: Path, folder: Path, cache: Path) -> None:
     if cell.compiled:
         for of in (calm, second):
             record = events(of, "run_record")[0]["record"]["compile"]
-            if METHODS[cell.method].get("use_dora"):  # docs/performance.md: computed as without it, and told
-                assert record["eager"] and "compile_fallback" in [one["code"] for one in events(of, "notice")], record
+            if record["eager"]:  # docs/performance.md: DoRA's blocks are computed as without it on a CPU, and told
+                assert METHODS[cell.method].get("use_dora"), record
+                assert "compile_fallback" in [one["code"] for one in events(of, "notice")], record
             else:
-                assert record["compiled"] == record["blocks"] and not record["eager"], record
+                assert record["compiled"] == record["blocks"], record
     for outcome in events(second, "result")[0]["result"].get("export", ()):
         assert outcome["released"], outcome
+
+
+def told(run_dir: Path) -> str:
+    """The run's last event and the end of its log."""
+    return f"{events(run_dir)[-1]} {log(run_dir)[-1000:]}"
 
 
 def _handed_back(run_dir: Path) -> bytes:
@@ -324,7 +336,9 @@ def _handed_back(run_dir: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(files))
 
 
-def try_gangs(tried: Sequence[Cell], model: Path, folder: Path, cache: Path) -> dict[Cell, str | None]:
+def try_gangs(
+    tried: Sequence[Cell], model: Path, folder: Path, cache: Path, accelerator: str = "cpu"
+) -> dict[Cell, str | None]:
     """Run cells of two ranks below `folder`, all of them in one pair of processes, and say what each does not hold."""
     runs: dict[Cell, tuple[Path, Path, Path]] = {}
     for number, cell in enumerate(tried):
@@ -333,7 +347,7 @@ def try_gangs(tried: Sequence[Cell], model: Path, folder: Path, cache: Path) -> 
         names = [folder / f"{number}-{name}" for name in ("calm", "first", "second")]
         resumed: tuple[list[Path], ...] = ([], [], [names[1]])
         for name, before in zip(names, resumed, strict=True):
-            write_run(name, model, rows, cache_dir=cache, data=data, resume_from=before, **cell.axes())
+            write_run(name, model, rows, cache_dir=cache, data=data, resume_from=before, **cell.axes(accelerator))
         runs[cell] = (names[0], names[1], names[2])
     arguments = [
         f"{path}@0:3" if path.name.endswith("first") else str(path) for paths in runs.values() for path in paths
@@ -353,13 +367,11 @@ def try_gangs(tried: Sequence[Cell], model: Path, folder: Path, cache: Path) -> 
     return found
 
 
-def try_alone(cell: Cell, folder: Path, cache: Path) -> str | None:
+def try_alone(cell: Cell, folder: Path, cache: Path, accelerator: str = "cpu") -> str | None:
     """What a cell of one rank does not hold."""
-    from tests.support import models
-
     place = Path(tempfile.mkdtemp(dir=folder))
     try:
-        try_cell(cell, models.folder() / "tiny", place, cache)
+        try_cell(cell, models.folder() / "tiny", place, cache, accelerator)
     except Exception as error:  # each is a line of the report
         return str(error) or type(error).__name__
     finally:
@@ -401,38 +413,80 @@ def in_order() -> list[Cell]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every allowed cell, not only a covering choice")
-    parser.add_argument("--write", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="write bench/results/matrix-DEVICE.txt")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many seconds")
-    parser.add_argument("--journal", type=Path, default=JOURNAL, help="file of the cells that are done")
+    parser.add_argument(
+        "--journal", type=Path, help="file of the cells that are done (default: .matrix-ACCELERATOR.jsonl)"
+    )
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="cells that are run at a time")
     arguments = parser.parse_args()
-    from tests.support import models
-
-    began, journal = time.monotonic(), Journal(arguments.journal)
+    quick_imports.install()  # bitsandbytes asks for the GPU when it is imported, and a process that has it cannot fork
+    gpus = _gpus() if arguments.accelerator == "gpu" else []
+    journal = Journal(arguments.journal or ROOT / f".matrix-{arguments.accelerator}.jsonl")
+    began = time.monotonic()
     wanted = [*compiled(), *(in_order() if arguments.all else chosen())]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if left := [cell for cell in gangs() if cell.values not in journal.outcomes]:
+        several = gangs() if arguments.accelerator == "cpu" or len(gpus) >= RANKS else []
+        if left := [cell for cell in several if cell.values not in journal.outcomes]:
             (folder / "gangs").mkdir()
             before = _cpu_seconds()
-            found = try_gangs(left, models.folder() / "tiny", folder / "gangs", folder / "cache")
+            model = models.folder() / "tiny"
+            found = try_gangs(left, model, folder / "gangs", folder / "cache", arguments.accelerator)
             each = (_cpu_seconds() - before) / len(left)
             for cell, fault in found.items():
                 journal.add(cell, Outcome(fault, each))
-        for cell in wanted:
-            if cell.values in journal.outcomes:
-                continue
-            if time.monotonic() - began > arguments.seconds:
-                break
-            before = _cpu_seconds()
-            outcome = Outcome(try_alone(cell, folder, folder / "cache"), _cpu_seconds() - before)
+        alone = [cell for cell in wanted if cell.values not in journal.outcomes]
+        for cell, outcome in _outcomes(alone, folder, arguments, began + arguments.seconds):
             journal.add(cell, outcome)
             if outcome.fault is not None:
                 print(f"{' | '.join(cell.values)}: {outcome.fault}", file=sys.stderr, flush=True)
-    text = report(journal.outcomes)
+    text = report(journal.outcomes, gpus)
     print(text)
     if arguments.write:
-        REPORT.write_text(text, encoding="utf-8")
+        kind = gpus[0] if gpus else "cpu"
+        (RESULTS / f"matrix-{kind.lower().replace(' ', '-')}.txt").write_text(text, encoding="utf-8")
     sys.exit(any(outcome.fault is not None for outcome in journal.outcomes.values()))
+
+
+def _gpus() -> list[str]:
+    """Names of this machine's GPUs, in torch's order; asked in a process of its own, since a process
+    that has used a GPU cannot be forked. SystemExit where there is none."""
+    code = "import json, torch as t; c = t.cuda; print(json.dumps([*map(c.get_device_name, range(c.device_count()))]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names: list[str] = json.loads(done.stdout)
+    if not names:
+        raise SystemExit("--accelerator gpu: torch sees no GPU here")
+    return names
+
+
+def _outcomes(
+    alone: Sequence[Cell], folder: Path, arguments: argparse.Namespace, until: float
+) -> Iterator[tuple[Cell, Outcome]]:
+    """Run the cells, `--jobs` at a time, and begin none after `until`."""
+    try_one = functools.partial(_outcome, folder=folder, accelerator=arguments.accelerator, until=until)
+    if arguments.jobs == 1:
+        tried = map(try_one, alone)
+        yield from ((cell, outcome) for cell, outcome in zip(alone, tried, strict=True) if outcome is not None)
+        return
+    models.folder()  # the one that waits for it to be made
+    with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
+        for cell, outcome in pool.imap_unordered(functools.partial(_named, try_one), alone):
+            if outcome is not None:
+                yield cell, outcome
+
+
+def _named(try_one: Callable[[Cell], Outcome | None], cell: Cell) -> tuple[Cell, Outcome | None]:
+    return cell, try_one(cell)
+
+
+def _outcome(cell: Cell, folder: Path, accelerator: str, until: float) -> Outcome | None:
+    if time.monotonic() > until:
+        return None
+    before = _cpu_seconds()
+    fault = try_alone(cell, folder, folder / "cache", accelerator)
+    return Outcome(fault, _cpu_seconds() - before)
 
 
 def _cpu_seconds() -> float:
@@ -440,7 +494,8 @@ def _cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def report(outcomes: Mapping[tuple[str, ...], Outcome]) -> str:
+def report(outcomes: Mapping[tuple[str, ...], Outcome], gpus: Sequence[str] = ()) -> str:
+    """The outcomes in words; `gpus`: those of the machine that trained them, none for its CPU."""
     every = list(cells())
     reasons = Counter(code for cell in every for code in refusals(cell)[:1])
     open_cells = len(every) - sum(reasons.values())
@@ -452,7 +507,8 @@ def report(outcomes: Mapping[tuple[str, ...], Outcome]) -> str:
     seconds = sum(outcomes[cell.values].seconds for cell in run)
     mean = sum(outcomes[cell.values].seconds for cell in alone) / max(1, len(alone))
     lines = [
-        "The matrix: python -m tests.support.matrix [--all] [--seconds N] --write",
+        "The matrix: python -m tests.support.matrix [--all] [--seconds N] [--accelerator gpu] --write",
+        *([f"trained on {', '.join(gpus)} with torch {version('torch')}"] if gpus else []),
         f"axes: {len(AXES['stage'])} stages, {len(METHODS)} methods, {len(BASES)} bases, {len(FAMILIES)} families of "
         f"optimizers, {len(BATCHING)} batchings, {len(MEMORY)} memories",
         f"cells {len(every)}, allowed {open_cells}, refused {sum(reasons.values())}",

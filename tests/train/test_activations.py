@@ -56,6 +56,30 @@ def loss_of(model: Any, ids: Tensor = IDS) -> Tensor:
     return loss
 
 
+class SavesAnEmptyOneFirst(torch.autograd.Function):
+    """As the checkpoint of torch 2.11 does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.empty(0), tensor)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _, tensor = ctx.saved_tensors
+        return gradient * tensor
+
+
+def test_an_empty_tensor_that_is_saved_first_is_no_blocks_input() -> None:
+    inputs, tensor = ActivationOffload(CPU), torch.arange(4.0).requires_grad_()
+    with inputs.first_put():
+        answer = SavesAnEmptyOneFirst.apply(tensor)  # type: ignore[no-untyped-call]
+    assert (inputs.counts.out, inputs.counts.bytes) == (1, tensor.nbytes)
+    answer.sum().backward()
+    assert tensor.grad is not None and torch.equal(tensor.grad, tensor.detach())
+    inputs.close()
+
+
 # --- to the bit ------------------------------------------------------------------------------------------
 
 

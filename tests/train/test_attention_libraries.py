@@ -157,6 +157,31 @@ def test_rows_of_a_line_are_computed_by_it(installed: Path) -> None:
         assert probe._varlen_gap(CPU, queries, keys, "flash_attn", 16) is None
 
 
+@pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_torchs_own_is_given_as_many_heads_of_each_where_it_knows_no_groups(
+    monkeypatch: pytest.MonkeyPatch, takes_groups: bool
+) -> None:
+    """The signatures are those of the two releases; the kernel itself runs on a GPU alone (tests/gpu)."""
+
+    def by_rows(
+        q: Tensor, k: Tensor, v: Tensor, at: Tensor, keys_at: Tensor, scale: float | None, groups: bool
+    ) -> Tensor:
+        assert groups or q.shape[1] == k.shape[1] == v.shape[1]
+        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
+        return apart(q, k, v, at.diff().tolist(), scale, 0.0, keys_at.diff().tolist())[0]
+
+    def older(q, k, v, at, keys_at, most, most_keys, *, return_aux=None, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
+        return by_rows(q, k, v, at, keys_at, scale, False)
+
+    def newer(q, k, v, at, keys_at, most, most_keys, *, scale=None, window_size=(-1, -1), enable_gqa=False):  # type: ignore[no-untyped-def]
+        return by_rows(q, k, v, at, keys_at, scale, enable_gqa)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", newer if takes_groups else older)
+    q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))
+    lengths = torch.tensor([0, 3, 8], dtype=torch.int32), 5
+    torch.testing.assert_close(varlen(q, k, v, lengths, lengths, 0.3), apart(q, k, v, (3, 5), 0.3))
+
+
 def test_a_run_compares_it_once_more_at_the_width_of_its_heads(installed: Path) -> None:
     install(installed, "flash_attn", "out if q.shape[-1] <= 128 else out * 0")
     assert probe._varlen_gap(CPU, (4, 6), (4, 6), "flash_attn", 128) is None

@@ -121,3 +121,46 @@ def test_the_rule_for_docstrings_finds_what_it_is_for(text: str) -> None:
 @pytest.mark.parametrize("page", ["cli.md", "cli-models.md", "cli-operators.md"])
 def test_a_page_of_commands_can_be_read(page: str) -> None:
     assert len((HOME / "docs" / page).read_text(encoding="utf-8").split()) <= WORDS_A_PAGE
+
+
+def test_benches_and_tests_import_what_is_there() -> None:
+    """A bench is run by hand, so that nothing else notices when a name of a test's support is gone."""
+    trees = dict(sources())
+    for room in ("bench", "examples", "tests"):
+        for path in sorted((HOME / room).glob("**/*.py")):
+            trees[str(path.relative_to(HOME))] = ast.parse(path.read_text(encoding="utf-8"))
+    missing = [
+        f"{name}: {node.module}.{alias.name}"
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+        if (target := _module(node.module)) in trees
+        and not _is_module(f"{node.module}.{alias.name}")
+        and alias.name not in top_level(trees[target])
+    ]
+    assert not missing
+
+
+def _module(name: str) -> str:
+    """Path from the root of a module or package of ours."""
+    path = name.replace(".", "/")
+    return f"{path}.py" if (HOME / f"{path}.py").is_file() else f"{path}/__init__.py"
+
+
+def _is_module(name: str) -> bool:
+    return (HOME / _module(name)).is_file() or (HOME / name.replace(".", "/")).is_dir()
+
+
+def top_level(tree: ast.Module) -> set[str]:
+    """Names that a module defines or imports, also within an `if` or a `try`."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {alias.asname or alias.name.partition(".")[0] for alias in names}
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+    return found

@@ -3,7 +3,9 @@ them to a model. A row may have more keys than queries: its queries are those of
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,18 +68,13 @@ def varlen(
         return varlen_by(by, q, k, v, queries, keys, scaling).unsqueeze(0)
     from torch.nn.attention.varlen import varlen_attn
 
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        queries[0],
-        keys[0],
-        queries[1],
-        keys[1],
-        scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    groups, about = query.shape[1] // key.shape[1], dict[str, Any]()
+    if groups > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        about["enable_gqa"] = True
+    elif groups > 1:  # torch 2.11 and older want as many heads of each
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    where = (queries[0], keys[0], queries[1], keys[1])
+    out = varlen_attn(q, k, v, *where, scale=scaling, window_size=(-1, 0), **about)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)
 

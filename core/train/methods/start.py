@@ -3,8 +3,8 @@
 
 Both methods take what the adapter begins with out of the base's weights. Here the base stays as it is, dense or packed,
 and the adapter adds what it has become minus what it was (core/train/kernels/padded.py): the same function, and the
-same gradients. What it was is part of the model's state, so a resumed run decomposes nothing anew. The adapter that is
-handed back has twice the rank and loads over the original base.
+same gradients. What it was is part of the model's state, so a resumed run goes on from what its first attempt began with.
+The adapter that is handed back has twice the rank and loads over the original base.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from core.errors import SpecError
 from core.plan.models.weights import TARGETS, check_started
 from core.spec.axes.method import LowRank
 from core.train.kernels.padded import StartedA, StartedB, operand
+from core.train.linalg.singular import largest_singular
 from core.train.quant.linear import QuantLinear
 
 NAME = "default"
@@ -68,12 +69,12 @@ def _first(weight: Tensor, spec: LowRank, scaling: float) -> tuple[Tensor, Tenso
         q, r = torch.linalg.qr(weight)
         return r[: spec.r], q[:, : spec.r]
     if spec.init_lora_weights == "pissa":
-        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+        u, s, vh = largest_singular(weight, spec.r)
     else:
         u, s, v = torch.svd_lowrank(weight, spec.r, niter=int(spec.init_lora_weights.rpartition("_")[2]))
         vh = v.t()
-    root = (s[: spec.r] / scaling).sqrt()
-    return root[:, None] * vh[: spec.r], u[:, : spec.r] * root
+    root = (s / scaling).sqrt()
+    return root[:, None] * vh, u * root
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from core.train.linalg.singular import largest_singular
 from core.train.optim.momentum import Groups, each_with_gradient
 
 Kind = Literal["galore", "apollo", "apollo_mini"]
@@ -59,8 +60,8 @@ class ProjectedAdamW(torch.optim.Optimizer):
         wide = gradient.shape[0] < gradient.shape[1]
         tall = gradient.t() if wide else gradient  # [larger, smaller]
         if _is_due(state, group):
-            _, _, right = torch.linalg.svd(tall.float(), full_matrices=False)
-            state["projection"] = right[: group["rank"]].contiguous()
+            _, _, right = largest_singular(tall, group["rank"])
+            state["projection"] = right.contiguous()
         along = state["projection"]
         moved = _adam(tall @ along.t(), state, group)  # [larger, rank]
         factors = (along.t(), moved.t()) if wide else (moved, along)  # as the parameter lies in memory

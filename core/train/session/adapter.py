@@ -22,6 +22,7 @@ from core.spec.axes.optimizer import Optimizer
 from core.spec.session.method import SessionMethod
 from core.spec.session.verbs import OptimStep
 from core.train.engine import Engine
+from core.train.linalg.norm import total_norm
 from core.train.optim import state as optimizer_state
 from core.train.optim.groups import decay_groups
 from core.train.optim.optimizers import build_optimizer
@@ -111,7 +112,7 @@ class SessionAdapter:
         gradients = [p.grad for p in engine.trained_parameters.values() if p.grad is not None]
         if not gradients:
             raise BadOperation("there are no gradients: call `forward_backward` before `step`", code="no_gradients")
-        if not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):  # finite ones may have an infinite norm
+        if not bool(total_norm(gradients).isfinite()):  # finite ones may have an infinite norm
             engine.zero_grad()
             words = "a gradient, or the norm of all, is not a finite number; the window was dropped"
             raise BadOperation(words, code="diverged")

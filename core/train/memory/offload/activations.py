@@ -94,9 +94,9 @@ class ActivationOffload:
         self._last: weakref.ref[OffloadedTensor] | None = None
 
     def put(self, tensor: Tensor) -> OffloadedTensor | Tensor:
-        """Move a block's input to the host; `get` returns it. A tensor that is not contiguous, or empty, stays where it
-        is. PinnedRefused when the system locks no more host memory."""
-        if not tensor.is_contiguous() or not tensor.numel():
+        """Move a block's input to the host; `get` returns it. A tensor that is not contiguous stays where it is.
+        PinnedRefused when the system locks no more host memory."""
+        if not tensor.is_contiguous():
             return tensor
         tensor = tensor.detach()
         while len(self._going) >= INPUTS_IN_FLIGHT:
@@ -155,12 +155,12 @@ class ActivationOffload:
     @contextmanager
     def first_put(self) -> Iterator[None]:
         """Within, the first floating tensor that autograd saves goes to the host. A checkpoint inside has hooks of its
-        own."""
+        own. Empty tensors do not count: torch's checkpoint saves one before its block's input (torch 2.11)."""
         first = True
 
         def pack(tensor: Tensor) -> OffloadedTensor | Tensor:
             nonlocal first
-            if not first or not tensor.is_floating_point():
+            if not first or not tensor.is_floating_point() or not tensor.numel():
                 return tensor
             first = False
             return self.put(tensor)

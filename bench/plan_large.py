@@ -1,13 +1,13 @@
-"""Planned memory against torch's GPU allocator, without a GPU: `python -m bench.plan --device rehearsal`.
+"""Planned memory against torch's GPU allocator for models of real size: `python -m bench.plan --device cuda|rehearsal`.
 
-A row is a job over a model of real size, in processes of its own over the runtime of tests/rehearsal. The model is
-built as a trainer builds it, and takes two optimizer steps; no kernel computes, and weights are made without values.
-What is measured is `torch.cuda.max_memory_allocated`: the allocator, autograd and the choice of kernels are real, the
-kernels are not, so workspaces of vendors' libraries and the driver's context are not in it.
+A row is a job over a model of 1B to 70B, in processes of its own. The model is built as a trainer builds it, and takes
+two optimizer steps; weights are made without values. What is measured is `torch.cuda.max_memory_allocated`, beside
+`max_memory_reserved`. Then the job is run with as much memory as the planner asks for.
 
-Then the job is run on a device of the size that the planner asks for, and by halving the smallest device on which it
-runs is found. Blocks that are streamed and states that are offloaded lie in host memory, where they are
-really written: their rows are for models of which they fit.
+`rehearsal` needs no GPU (tests/rehearsal): the allocator, autograd and the choice of kernels are real, the kernels are
+not, so workspaces of vendors' libraries are not in it. There the smallest device on which the job runs is found by
+halving as well. Blocks that are streamed and states that are offloaded lie in host memory, where they are really
+written: their rows are for models of which they fit.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ OUT_OF_MEMORY = 3
 """Exit code of a child whose device is too small."""
 LARGEST = 250 * GIB
 """Enough for every row."""
-CHILDREN = 2
-"""Rows at a time."""
+BYTES = "EFT_PLAN_BYTES"
+"""Variable of a child on a real card: how much of the card it may use."""
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -216,6 +216,14 @@ def without_values(device: str) -> None:
     Engine.check = lambda _: None  # type: ignore[method-assign]  # nor were gradients, which may read as no numbers
 
 
+def use_no_more_than(size: int) -> None:
+    """Have the allocator of this process refuse what goes beyond `size` bytes of the card."""
+    import torch
+
+    whole = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size / whole))
+
+
 def measure(row: Row, work: Path) -> dict[str, Any]:
     """Plan, build, two optimizer steps; bytes. torch.OutOfMemoryError where the device is too small."""
     import numpy as np
@@ -278,6 +286,8 @@ def child(name: str, work: Path) -> None:
 
     quiet()
     row = next(row for row in ROWS if row.name == name)
+    if BYTES in os.environ:
+        use_no_more_than(int(os.environ[BYTES]))
     without_values("cpu" if row.memory in ("streamed", "offloaded") else "cuda")
     end = 0
     try:
@@ -290,34 +300,47 @@ def child(name: str, work: Path) -> None:
 # --- in the parent -----------------------------------------------------------------------------------
 
 
-def main(only: str | None) -> None:
-    from tests.rehearsal.install import Unavailable, prepare
+def main(only: str | None, device: str, at_once: int) -> None:
+    """Compare the rows, `at_once` at a time, and print the figures."""
+    if device == "rehearsal":
+        from tests.rehearsal.install import Unavailable, prepare
 
-    try:
-        prepare()
-    except Unavailable as why:
-        sys.exit(f"no rehearsal: {why}")
+        try:
+            prepare()
+        except Unavailable as why:
+            sys.exit(f"no rehearsal: {why}")
+    card = _card() if device == "cuda" else {"name": "rehearsal", "bytes": LARGEST}
     wanted = [row for row in ROWS if not only or any(part in row.name for part in only.split(";"))]
-    with tempfile.TemporaryDirectory() as aside, ThreadPoolExecutor(CHILDREN) as pool:
+    with tempfile.TemporaryDirectory() as aside, ThreadPoolExecutor(at_once) as pool:
         for shape in {row.shape for row in wanted}:
             folder_of(shape, Path(aside))
-        results = list(pool.map(lambda row: _compare(row, Path(aside)), wanted))
+        tried = list(pool.map(lambda row: _compare(row, Path(aside), card), wanted))
+    results = [each for each in tried if each is not None]
     far = [each["name"] for each in results if abs(each["error"]) > WITHIN]
     unfit = [each["name"] for each in results if not each["fits"]]
     told = f"; not: {', '.join(far)}" if far else ""
     print(f"{len(results) - len(far)} of {len(results)} within {WITHIN:.0%}{told}")
     told = f"; not: {', '.join(unfit)}" if unfit else ""
     print(f"{len(results) - len(unfit)} of {len(results)} run on a device of the planned size{told}")
-    about = {"device": "rehearsal", "hardware": hardware(), "within": WITHIN, "rows": results}
+    about = {"device": card["name"], "hardware": hardware(), "within": WITHIN, "rows": results}
     finish({"plan": about})
 
 
-def _run(row: Row, work: Path, size: int) -> dict[str, Any] | None:
-    """What the child says; None where a device of this size has no memory for it."""
-    from tests.rehearsal.environment import variables
+def _card() -> dict[str, Any]:
+    """Name and bytes of the GPU, asked in a process of its own, which gives its memory back."""
+    code = "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps([p.name, p.total_memory]))"
+    name, size = json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    return {"name": name, "bytes": size}
 
-    about = variables(bytes=size, numbers=0, poison=0, order="prompt", largest=1 << 20)
-    command = [sys.executable, "-m", "bench.plan_rehearsal", row.name, str(work)]
+
+def _run(row: Row, work: Path, size: int, card: dict[str, Any]) -> dict[str, Any] | None:
+    """What the child says; None where a device of this size has no memory for it."""
+    about = {BYTES: str(size)}
+    if card["name"] == "rehearsal":
+        from tests.rehearsal.environment import variables
+
+        about = variables(bytes=size, numbers=0, poison=0, order="prompt", largest=1 << 20)
+    command = [sys.executable, "-m", "bench.plan_large", row.name, str(work)]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | about, check=False)
     if ended.returncode == OUT_OF_MEMORY:
         return None
@@ -327,32 +350,40 @@ def _run(row: Row, work: Path, size: int) -> dict[str, Any] | None:
     return found
 
 
-def _compare(row: Row, work: Path) -> dict[str, Any]:
-    found = _run(row, work, LARGEST)
-    assert found is not None, "enough for every row"
+def _compare(row: Row, work: Path, card: dict[str, Any]) -> dict[str, Any] | None:
+    """Figures of a row; None where the card has no memory for it."""
+    found = _run(row, work, card["bytes"], card)
+    if found is None:
+        print(f"{row.name:<46} not measured: out of memory on {card['name']}", flush=True)
+        return None
     found["asked"] = int(found["planned"] / MARGIN)
-    found["fits"] = _run(row, work, found["asked"]) is not None
-    low, high = int(found["allocated"] * 0.95), max(found["reserved"], found["asked"])
-    for _ in range(HALVINGS):
-        middle = (low + high) // 2
-        low, high = (low, middle) if _run(row, work, middle) is not None else (middle, high)
-    found["smallest"] = high
+    found["fits"] = _run(row, work, found["asked"], card) is not None
     assert found["whole_logits"] is None, "the loss in chunks is what is planned"
     found["error"] = found["planned"] / found["allocated"] - 1
-    planned, allocated, reserved, asked, smallest = (
-        found[name] / GIB for name in ("planned", "allocated", "reserved", "asked", "smallest")
-    )
+    shown = {name: found[name] / GIB for name in ("planned", "allocated", "reserved", "asked")}
+    smallest = ""
+    if card["name"] == "rehearsal":
+        found["smallest"] = _smallest(row, work, found, card)
+        smallest = f"   smallest {found['smallest'] / GIB:.2f}"
     print(
-        f"{row.name:<46} planned {planned:7.2f} GiB   allocated {allocated:7.2f}   {found['error']:+6.1%}   "
-        f"reserved {reserved:7.2f}   {'runs' if found['fits'] else 'OUT OF MEMORY'} on {asked:.2f}   "
-        f"smallest {smallest:.2f}   ({found['moment']})",
+        f"{row.name:<46} planned {shown['planned']:7.2f} GiB   allocated {shown['allocated']:7.2f}   "
+        f"{found['error']:+6.1%}   reserved {shown['reserved']:7.2f}   "
+        f"{'runs' if found['fits'] else 'OUT OF MEMORY'} on {shown['asked']:.2f}{smallest}   ({found['moment']})",
         flush=True,
     )
     return found | {"name": row.name}
 
 
+def _smallest(row: Row, work: Path, found: dict[str, Any], card: dict[str, Any]) -> int:
+    low, high = int(found["allocated"] * 0.95), max(found["reserved"], found["asked"])
+    for _ in range(HALVINGS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _run(row, work, middle, card) is not None else (middle, high)
+    return int(high)
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="The child of bench.plan --device rehearsal.")
+    parser = argparse.ArgumentParser(description="The child of bench.plan --device cuda and rehearsal.")
     parser.add_argument("name")
     parser.add_argument("work", type=Path)
     given = parser.parse_args()
