@@ -22,7 +22,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     if not any(_is_long(gradient) for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     norms = [_by_rows(gradient) if _is_long(gradient) else torch.linalg.vector_norm(gradient) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
+    return whole
 
 
 def _is_long(gradient: Tensor) -> bool:
@@ -34,4 +35,5 @@ def _by_rows(gradient: Tensor) -> Tensor:
     whole = flat.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
     rest = torch.linalg.vector_norm(flat[whole:])
-    return torch.linalg.vector_norm(torch.cat((rows, rest.view(1))))
+    norm: Tensor = torch.linalg.vector_norm(torch.cat((rows, rest.view(1))))
+    return norm

@@ -3,8 +3,8 @@
 
 Both methods take what the adapter begins with out of the base's weights. Here the base stays as it is, dense or packed,
 and the adapter adds what it has become minus what it was (core/train/kernels/padded.py): the same function, and the
-same gradients. What it was is part of the model's state, so a resumed run goes on from what its first attempt began with.
-The adapter that is handed back has twice the rank and loads over the original base.
+same gradients. What it was is part of the model's state, so a resumed run goes on from what its first attempt began
+with. The adapter that is handed back has twice the rank and loads over the original base.
 """
 
 from __future__ import annotations
