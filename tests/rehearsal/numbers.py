@@ -53,6 +53,8 @@ COMPUTES_NOTHING = {
 }  # fmt: skip
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 COPIES = {aten._to_copy.default, aten.copy_.default}
+SOLVERS = {aten._linalg_eigh.default}
+"""Operations of cuSOLVER, whose calls end the process here: computed by the CPU's, and then copied."""
 
 _queued: dict[int, Callable[[], None]] = {}
 _numbers = count(1)
@@ -143,7 +145,7 @@ class Numbers(TorchDispatchMode):
             if func in INDEXED and any(each is not None and each.dtype == torch.bool for each in args[1]):
                 finish()  # how many places a mask has is a question of the host
                 args = (args[0], [part for each in args[1] for part in _places(each)], *args[2:])
-            elif torch.Tag.dynamic_output_shape in func.tags and func not in INDEXED:
+            elif func in SOLVERS or (torch.Tag.dynamic_output_shape in func.tags and func not in INDEXED):
                 finish()
                 found = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
                 return tree_map(lambda each: each.to(given[0].device) if isinstance(each, Tensor) else each, found)

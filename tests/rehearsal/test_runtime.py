@@ -20,6 +20,7 @@ from core.spec.axes.runtime import Resources
 from core.spec.axes.training import Training
 from core.train.base.rng import capture_rng, restore_rng
 from core.train.export.formats.lm_eval import place_of_score
+from core.train.linalg.singular import by_eigenvectors, largest_singular
 from core.train.memory.transfer.pinned import page_lock, unlock, whole_pages
 from core.train.memory.transfer.transfer import StagedTransfer, Transfer
 from core.train.model.load import load_model, saved_dtype
@@ -293,3 +294,10 @@ def test_the_self_test_runs_on_the_device(tmp_path: Path) -> None:
     assert about["device_name"] == "Rehearsal (no GPU)" and about["runtime"].startswith("cuda")
     assert lines[-1] == {"done": True}
     assert [line["part"]["status"] for line in lines if "part" in line] == ["passed"] * 5, lines
+
+
+@pytest.mark.parametrize("shape", [(12, 8), (8, 12)])
+def test_singular_vectors_on_a_gpu_are_those_of_the_symmetric_product(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found, wanted = largest_singular(matrix.cuda(), 3), by_eigenvectors(matrix, 3)
+    assert all(each.is_cuda and torch.equal(each.cpu(), other) for each, other in zip(found, wanted, strict=True))

@@ -129,16 +129,19 @@ def test_benches_and_tests_import_what_is_there() -> None:
     for room in ("bench", "examples", "tests"):
         for path in sorted((HOME / room).glob("**/*.py")):
             trees[str(path.relative_to(HOME))] = ast.parse(path.read_text(encoding="utf-8"))
-    missing = [
-        f"{name}: {node.module}.{alias.name}"
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level
-        for alias in node.names
-        if (target := _module(node.module)) in trees
-        and not _is_module(f"{node.module}.{alias.name}")
-        and alias.name not in top_level(trees[target])
-    ]
+    names = dict[str, set[str]]()
+    missing = []
+    for name, tree in trees.items():
+        for node in tree.body if name.startswith(ROOMS) else ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
+                continue
+            if (target := _module(node.module)) not in trees:
+                continue
+            if target not in names:
+                names[target] = set(_defined(trees[target]))
+            for alias in node.names:
+                if alias.name not in names[target] and not _is_module(f"{node.module}.{alias.name}"):
+                    missing.append(f"{name}: {node.module}.{alias.name}")
     assert not missing
 
 
@@ -152,15 +155,15 @@ def _is_module(name: str) -> bool:
     return (HOME / _module(name)).is_file() or (HOME / name.replace(".", "/")).is_dir()
 
 
-def top_level(tree: ast.Module) -> set[str]:
-    """Names that a module defines or imports, also within an `if` or a `try`."""
-    found = set[str]()
-    for node in ast.walk(tree):
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Names that a module defines or imports, also within an `if`, a `try` or a `with`."""
+    for node in ast.iter_child_nodes(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
+                yield name
             case ast.Import(names=names) | ast.ImportFrom(names=names):
-                found |= {alias.asname or alias.name.partition(".")[0] for alias in names}
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
             case ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
-    return found
+                yield name
+            case _:
+                yield from _defined(node)
