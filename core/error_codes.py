@@ -553,6 +553,10 @@ NOTICES: dict[str, Code] = {
         "Compiled blocks are not kept, so the next attempt compiles them again.",
         "See the message; nothing else changes.",
     ),
+    "activations_stayed": (
+        "Inputs of blocks were not moved to the host, as `memory.activation_offloading` asks for.",
+        "Tell us the model and the version of torch that the run record names. Plan without it meanwhile.",
+    ),
     "products_in_parts": (
         "Matrix products are split, because this GPU's libraries compute large ones wrongly.",
         "Nothing. Smaller micro-batches, or bf16 if float32 is affected, avoid the split.",

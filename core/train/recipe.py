@@ -352,6 +352,8 @@ def save(loop: Loop, built: Built, tokenizer: Any, data: RunData, record: dict[s
     if (rose := of_losses(before, after)) is not None:
         result["notices"] = [rose.as_dict()]
         run.notice(rose.code, rose.message)
+    if built.inputs is not None and built.inputs.counts.missed:
+        run.notice("activations_stayed", built.inputs.counts.describe_missed())
     built.hand_back()
     rows_of: RowsOf = "training" if data.eval is None else "held_out"
     rows = (data.first_rows, rows_of, data.training_rows)

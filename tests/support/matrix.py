@@ -310,6 +310,7 @@ def try_cell(cell: Cell, model: Path, folder: Path, cache: Path, accelerator: st
     assert run(second) == EXIT_OK, told(second)
     assert events(second, "resumed"), "it began anew"
     assert _handed_back(second) == _handed_back(calm), "other weights after a resume"
+    assert "activations_stayed" not in [notice["code"] for notice in events(calm, "notice")], events(calm, "notice")
     losses = [event["values"]["loss"] for event in events(calm, "metrics")]
     assert len(losses) == 2 and all(abs(loss) < 1e4 for loss in losses), losses
     if cell.compiled:

@@ -80,6 +80,19 @@ def test_an_empty_tensor_that_is_saved_first_is_no_blocks_input() -> None:
     inputs.close()
 
 
+def test_inputs_that_stay_are_counted() -> None:
+    inputs, wide = ActivationOffload(CPU), torch.ones(2, 3).t().requires_grad_()
+    with inputs.first_put():
+        wide.square()  # saved, and not contiguous
+    with inputs.first_put():
+        pass
+    with torch.no_grad(), inputs.first_put():
+        pass
+    assert (inputs.counts.missed, inputs.counts.out) == (2, 0)
+    assert inputs.counts.describe_missed().startswith("2 of 2 times the input of a block stayed")
+    inputs.close()
+
+
 # --- to the bit ------------------------------------------------------------------------------------------
 
 
@@ -411,6 +424,25 @@ def test_jobs_hand_back_the_same_however_they_keep_activations(tiny_dir: Path, t
     for codes in told:  # a CPU without bf16 computes in fp32, and says so
         codes[:] = [code for code in codes if code != "precision_fallback"]
     assert told == [[], ["activation_offloading"], []]
+
+
+def test_a_run_whose_inputs_stay_on_the_device_says_so(tiny_dir: Path, tmp_path: Path) -> None:
+    rows, put = write_rows(tmp_path / "rows.jsonl", pairs(8)), ActivationOffload.put
+
+    def put_what_is_not_contiguous(inputs: ActivationOffload, tensor: Tensor) -> Tensor:
+        put(inputs, tensor.mT)
+        return tensor
+
+    def prepare() -> None:
+        ActivationOffload.put = put_what_is_not_contiguous  # type: ignore[method-assign]
+
+    codes = []
+    for name in ("moved", "stayed"):
+        training = {"max_steps": 1, "max_length": 64}
+        run_dir = write_run(tmp_path / name, tiny_dir, rows, memory={"activation_offloading": True}, training=training)
+        assert run(run_dir, None, prepare if name == "stayed" else None) == EXIT_OK, events(run_dir)[-1]
+        codes.append([notice["code"] for notice in notices(run_dir)])
+    assert codes[1] == [*codes[0], "activations_stayed"]
 
 
 def _job(**memory: Any) -> Any:

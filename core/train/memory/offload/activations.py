@@ -43,6 +43,15 @@ class OffloadCounts:
     """Inputs brought back only when they were asked for."""
     stayed: int = 0
     """Inputs that were still on the device when asked for."""
+    missed: int = 0
+    """Calls of a checkpointed block whose input was not copied to the host."""
+
+    def describe_missed(self) -> str:
+        """The notice of a run in which inputs were not copied."""
+        return (
+            f"{self.missed:,} of {self.missed + self.out:,} times the input of a block stayed on the device, although "
+            "`memory.activation_offloading` asks for the host: training needs more memory than was planned"
+        )
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -97,6 +106,7 @@ class ActivationOffload:
         """Move a block's input to the host; `get` returns it. A tensor that is not contiguous stays where it is.
         PinnedRefused when the system locks no more host memory."""
         if not tensor.is_contiguous():
+            self.counts.missed += 1
             return tensor
         tensor = tensor.detach()
         while len(self._going) >= INPUTS_IN_FLIGHT:
@@ -167,6 +177,8 @@ class ActivationOffload:
 
         with saved_tensors_hooks(pack, self.get):
             yield
+        if first and torch.is_grad_enabled():
+            self.counts.missed += 1
 
     def about(self) -> dict[str, Any]:
         """For the run record."""
