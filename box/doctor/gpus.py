@@ -195,7 +195,13 @@ def _torch_build(report: Report, box: Box) -> None:
     build = installed.torch_build()
     if build is None:
         return
-    report.add("ok", "torch", f"{report.versions.get('torch', '?')}, built for {build}")
+    version = report.versions.get("torch", "?")
+    report.add("ok", "torch", f"{version}, built for {build}")
+    if version.partition("+")[0] != wheels.RELEASE:
+        words = (
+            f"eft is tested with torch {wheels.RELEASE}; with {version} jobs run as far as it has the same functions"
+        )
+        report.add("note", "torch", words)
     wanted = {"amd": "ROCm", "nvidia": "CUDA"}
     for vendor in sorted({gpu.vendor for gpu in box.gpus}):
         arch = next(gpu.arch for gpu in box.gpus if gpu.vendor == vendor)

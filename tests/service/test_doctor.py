@@ -107,6 +107,17 @@ def test_an_amd_box_with_a_torch_that_is_not_for_it(tmp_path: Path) -> None:
     assert "mend first" in doctor(tmp_path, fixture="mi300x").stdout
 
 
+def test_a_torch_that_is_not_the_tested_one_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The versions are those of the packages' metadata."""
+    about = tmp_path / "site" / "torch-2.11.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
+    monkeypatch.syspath_prepend(str(about.parent))
+    report = examined(monkeypatch, tmp_path, "mi300x")
+    (note,) = [one["detail"] for one in report["findings"] if (one["level"], one["what"]) == ("note", "torch")]
+    assert note.startswith("eft is tested with torch 2.13.0; with 2.11.0 jobs run")
+
+
 BROKEN = {
     "hangs": "exec sleep 60",
     "fails": "echo the driver is gone >&2; exit 1",
