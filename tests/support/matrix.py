@@ -452,8 +452,8 @@ def main() -> None:
 
 
 def _gpus() -> list[str]:
-    """Names of this machine's GPUs, in torch's order; asked in a process of its own, since a process
-    that has used a GPU cannot be forked. SystemExit where there is none."""
+    """Names of this machine's GPUs, in torch's order; asked in a process of its own, since one that has used a GPU
+    cannot be forked. SystemExit where there is none."""
     code = "import json, torch as t; c = t.cuda; print(json.dumps([*map(c.get_device_name, range(c.device_count()))]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names: list[str] = json.loads(done.stdout)
