@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,12 +119,6 @@ COMBINATIONS = [
 
 
 # --- in the child ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Measured:
-    peak: int
-    stages: dict[str, int] = field(default_factory=dict)
 
 
 def measure(work: Path, combination: Combination, account: bool) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.report import finish, hardware
+from bench.report import finish, gpus, hardware
 
 GIB = 1 << 30
 STEPS = 2
@@ -309,7 +309,10 @@ def main(only: str | None, device: str, at_once: int) -> None:
             prepare()
         except Unavailable as why:
             sys.exit(f"no rehearsal: {why}")
-    card = _card() if device == "cuda" else {"name": "rehearsal", "bytes": LARGEST}
+    found = gpus() if device == "cuda" else [("rehearsal", LARGEST)]
+    if not found:
+        sys.exit("--device cuda: torch sees no GPU here")
+    card = dict(zip(("name", "bytes"), found[0], strict=True))
     wanted = [row for row in ROWS if not only or any(part in row.name for part in only.split(";"))]
     with tempfile.TemporaryDirectory() as aside, ThreadPoolExecutor(at_once) as pool:
         for shape in {row.shape for row in wanted}:
@@ -324,13 +327,6 @@ def main(only: str | None, device: str, at_once: int) -> None:
     print(f"{len(results) - len(unfit)} of {len(results)} run on a device of the planned size{told}")
     about = {"device": card["name"], "hardware": hardware(), "within": WITHIN, "rows": results}
     finish({"plan": about})
-
-
-def _card() -> dict[str, Any]:
-    """Name and bytes of the GPU, asked in a process of its own, which gives its memory back."""
-    code = "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps([p.name, p.total_memory]))"
-    name, size = json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
-    return {"name": name, "bytes": size}
 
 
 def _run(row: Row, work: Path, size: int, card: dict[str, Any]) -> dict[str, Any] | None:

@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +23,15 @@ def hardware() -> str:
             break
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{model}, {os.cpu_count()} cores, {gib:.0f} GiB"
+
+
+def gpus() -> list[tuple[str, int]]:
+    """Name and bytes of each GPU, in torch's order; none where torch sees none. Asked in a process of its own, which
+    gives the memory of its driver back, and after which this one can still be forked."""
+    code = "import json, torch; c = torch.cuda; every = map(c.get_device_properties, range(c.device_count()))"
+    code += "; print(json.dumps([(one.name, one.total_memory) for one in every]))"
+    told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout
+    return [(name, size) for name, size in json.loads(told)]
 
 
 def seconds(device: str) -> float:

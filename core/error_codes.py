@@ -555,7 +555,7 @@ NOTICES: dict[str, Code] = {
     ),
     "activations_stayed": (
         "Inputs of blocks were not moved to the host, as `memory.activation_offloading` asks for.",
-        "Tell us the model and the version of torch that the run record names. Plan without it meanwhile.",
+        "Remove the field, and tell us the model and the version of torch in the run record.",
     ),
     "products_in_parts": (
         "Matrix products are split, because this GPU's libraries compute large ones wrongly.",

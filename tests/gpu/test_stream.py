@@ -113,8 +113,7 @@ def _peak(model: Any, device: torch.device) -> int:
 
 
 def test_copies_run_while_blocks_compute(folder: Path, tmp_path: Path, device: torch.device) -> None:
-    """By the profiler's account of one step: copies to the device and kernels run at the same time for most of what the
-    shorter of the two takes. On a fast card that is the kernels: an H200 computes a block faster than it is copied."""
+    """By the profiler's account of one step: of the time that copies to the device take, most lies within kernels."""
     model, stream = streams(folder, tmp_path, None, "host", 2, device)
     assert isinstance(stream.source, HostBlocks) and stream.source.pinned
     step(model, device)
@@ -129,7 +128,7 @@ def test_copies_run_while_blocks_compute(folder: Path, tmp_path: Path, device: t
     copies = [span for span in spans[True] if span[1] - span[0] > 100]  # µs: a block, not a batch
     assert len(copies) >= BLOCKS
     together = sum(_within(span, spans[False]) for span in copies)
-    assert together > 0.5 * min(sum(end - start for start, end in each) for each in (copies, spans[False]))
+    assert together > 0.5 * sum(end - start for start, end in copies)
     stream.close()
 
 

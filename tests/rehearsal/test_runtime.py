@@ -16,9 +16,11 @@ import torch
 from core.errors import EftError
 from core.hardware import device_mask
 from core.spec.axes.method import LoRA
+from core.spec.axes.optim.optimizers import AdamW
 from core.spec.axes.runtime import Resources
 from core.spec.axes.training import Training
 from core.train.base.rng import capture_rng, restore_rng
+from core.train.engine import build_engine
 from core.train.export.formats.lm_eval import place_of_score
 from core.train.linalg.singular import by_eigenvectors, largest_singular
 from core.train.memory.transfer.pinned import page_lock, unlock, whole_pages
@@ -294,6 +296,11 @@ def test_the_self_test_runs_on_the_device(tmp_path: Path) -> None:
     assert about["device_name"] == "Rehearsal (no GPU)" and about["runtime"].startswith("cuda")
     assert lines[-1] == {"done": True}
     assert [line["part"]["status"] for line in lines if "part" in line] == ["passed"] * 5, lines
+
+
+def test_an_engine_on_a_gpu_without_a_number_takes_batches_that_are_there() -> None:
+    engine = build_engine(torch.nn.Linear(2, 2).cuda(), AdamW(learning_rate=1e-3), device=torch.device("cuda"))
+    assert engine.device == GPU == torch.ones(1, device="cuda").device
 
 
 @pytest.mark.parametrize("shape", [(12, 8), (8, 12)])

@@ -20,7 +20,6 @@ import math
 import multiprocessing
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from bench.report import gpus
 from core.base import quick_imports
 from core.plan.compatibility import check
 from core.plan.rules.axes import AXES, values_of
@@ -423,13 +423,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="cells that are run at a time")
     arguments = parser.parse_args()
     quick_imports.install()  # bitsandbytes asks for the GPU when it is imported, and a process that has it cannot fork
-    gpus = _gpus() if arguments.accelerator == "gpu" else []
+    cards = [name for name, _ in gpus()] if arguments.accelerator == "gpu" else []
+    if arguments.accelerator == "gpu" and not cards:
+        sys.exit("--accelerator gpu: torch sees no GPU here")
     journal = Journal(arguments.journal or ROOT / f".matrix-{arguments.accelerator}.jsonl")
     began = time.monotonic()
     wanted = [*compiled(), *(in_order() if arguments.all else chosen())]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        several = gangs() if arguments.accelerator == "cpu" or len(gpus) >= RANKS else []
+        several = gangs() if arguments.accelerator == "cpu" or len(cards) >= RANKS else []
         if left := [cell for cell in several if cell.values not in journal.outcomes]:
             (folder / "gangs").mkdir()
             before = _cpu_seconds()
@@ -443,23 +445,12 @@ def main() -> None:
             journal.add(cell, outcome)
             if outcome.fault is not None:
                 print(f"{' | '.join(cell.values)}: {outcome.fault}", file=sys.stderr, flush=True)
-    text = report(journal.outcomes, gpus)
+    text = report(journal.outcomes, cards)
     print(text)
     if arguments.write:
-        kind = gpus[0] if gpus else "cpu"
+        kind = cards[0] if cards else "cpu"
         (RESULTS / f"matrix-{kind.lower().replace(' ', '-')}.txt").write_text(text, encoding="utf-8")
     sys.exit(any(outcome.fault is not None for outcome in journal.outcomes.values()))
-
-
-def _gpus() -> list[str]:
-    """Names of this machine's GPUs, in torch's order; asked in a process of its own, since one that has used a GPU
-    cannot be forked. SystemExit where there is none."""
-    code = "import json, torch as t; c = t.cuda; print(json.dumps([*map(c.get_device_name, range(c.device_count()))]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    names: list[str] = json.loads(done.stdout)
-    if not names:
-        raise SystemExit("--accelerator gpu: torch sees no GPU here")
-    return names
 
 
 def _outcomes(
@@ -495,8 +486,8 @@ def _cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def report(outcomes: Mapping[tuple[str, ...], Outcome], gpus: Sequence[str] = ()) -> str:
-    """The outcomes in words; `gpus`: those of the machine that trained them, none for its CPU."""
+def report(outcomes: Mapping[tuple[str, ...], Outcome], cards: Sequence[str] = ()) -> str:
+    """The outcomes in words; `cards`: those of the machine that trained them, none for its CPU."""
     every = list(cells())
     reasons = Counter(code for cell in every for code in refusals(cell)[:1])
     open_cells = len(every) - sum(reasons.values())
@@ -509,7 +500,7 @@ def report(outcomes: Mapping[tuple[str, ...], Outcome], gpus: Sequence[str] = ()
     mean = sum(outcomes[cell.values].seconds for cell in alone) / max(1, len(alone))
     lines = [
         "The matrix: python -m tests.support.matrix [--all] [--seconds N] [--accelerator gpu] --write",
-        *([f"trained on {', '.join(gpus)} with torch {version('torch')}"] if gpus else []),
+        *([f"trained on {', '.join(cards)} with torch {version('torch')}"] if cards else []),
         f"axes: {len(AXES['stage'])} stages, {len(METHODS)} methods, {len(BASES)} bases, {len(FAMILIES)} families of "
         f"optimizers, {len(BATCHING)} batchings, {len(MEMORY)} memories",
         f"cells {len(every)}, allowed {open_cells}, refused {sum(reasons.values())}",

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from core.train.batch import Batch
 from core.train.engine import Engine
+from core.train.linalg.norm import total_norm
 from core.train.logits import label_logits
 from core.train.optim.momentum import SophiaOptimizer
 
@@ -33,6 +34,6 @@ def estimate_curvature(engine: Engine, batch: Batch) -> None:
     (loss * scale).backward()  # type: ignore[no-untyped-call]
     engine.updates.synchronize()
     gradients = [p.grad for p in engine.trained_parameters.values() if p.grad is not None]
-    if math.isfinite(float(torch.nn.utils.get_total_norm(gradients))):  # fp16 may overflow: the next one counts
+    if math.isfinite(float(total_norm(gradients))):  # fp16 may overflow: the next one counts
         optimizer.estimate(drawn.numel() / scale**2)
     engine.zero_grad()
