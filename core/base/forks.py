@@ -77,15 +77,15 @@ def fork_orphan(child: Callable[[], NoReturn]) -> int:
     if between == 0:
         between = os.getpid()
         try:
-            if (pid := os.fork()) != 0:
-                os.write(writer, str(pid).encode())
+            if os.fork() != 0:
                 os._exit(0)
+            os.setsid()
+            os.write(writer, str(os.getpid()).encode())  # only now: whoever signals its group is to find it
         except OSError as error:
             print(f"a child cannot be forked: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         os.close(reader)
         os.close(writer)
-        os.setsid()
         while os.getppid() == between:
             time.sleep(0.001)
         child()

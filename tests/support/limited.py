@@ -20,6 +20,17 @@ def data_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
 
+def largest_mappings(least: int = 2**22) -> list[str]:
+    """Private memory that may be written, in mappings of at least so many bytes: MiB and what is mapped."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, *_, about = line.split(maxsplit=5) if len(line.split()) > 5 else (*line.split(), "")
+        begin, end = (int(part, 16) for part in span.split("-"))
+        if rights == "rw-p" and end - begin >= least:
+            found.append(f"{(end - begin) >> 20} {about}".strip())
+    return found
+
+
 def limit_memory(more: int) -> list[Any]:
     """Let this process have so many bytes more. What was freed in its heap before (by other tests, where it is a fork
     of theirs) is filled, as long as the result is kept."""
@@ -46,7 +57,9 @@ def limited_runs(folder: Path, limit: int) -> dict[str, int]:
             code = 99
             try:
                 filled = limit_memory(limit) if name != "free" else []
+                began = data_bytes()
                 code = run(folder / name)
+                print(f"{name}: {(data_bytes() - began) >> 20} MiB more than before;", *largest_mappings(), flush=True)
                 del filled
             finally:
                 os._exit(code)

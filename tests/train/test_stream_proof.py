@@ -65,7 +65,7 @@ def test_under_a_limit_the_resident_run_dies_and_the_streamed_one_trains_the_sam
     assert ended["tight"] != 0
     death = events(tmp_path / "tight")[-1]
     assert (death["type"], death["failure"]) == ("error", "memory"), death
-    assert ended["disk"] == 0, (events(tmp_path / "disk")[-1], log(tmp_path / "disk"))
+    assert ended["disk"] == 0, f"{events(tmp_path / 'disk')[-1]}\n{log(tmp_path / 'warm')}"
     assert weights(tmp_path / "disk") == weights(tmp_path / "free")
 
 

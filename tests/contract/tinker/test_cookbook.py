@@ -12,8 +12,8 @@ from tests.support import cookbook
 
 SUPERVISED = "sl_loop batch_size=8 max_steps=4 save_every=2 lora_rank=4 learning_rate=0.01"
 STEPS, GROUPS = 6, 2
-REWARDED = f"math_rl.train loss_fn=importance_sampling lora_rank=4 max_tokens=8 group_size=16 max_steps={STEPS} "
-REWARDED += f"groups_per_batch={GROUPS} learning_rate=0.0015 eval_every=0 save_every=0"
+REWARDED = f"math_rl.train loss_fn=importance_sampling lora_rank=4 max_tokens=8 group_size=32 max_steps={STEPS} "
+REWARDED += f"groups_per_batch={GROUPS} learning_rate=0.002 eval_every=0 save_every=0"
 Run = Callable[[str, Path], tuple[int, str]]
 
 
