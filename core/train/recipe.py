@@ -37,7 +37,7 @@ from core.train.export.retention import RowsOf
 from core.train.failures import describe
 from core.train.feed import RunData, build_loader, read_data
 from core.train.kernels.float32 import through_float32
-from core.train.loop import Loop
+from core.train.loop.loop import Loop
 from core.train.model.build import Built, build_model, disable_dropout
 from core.train.model.compute import Compute, prepare_compute
 from core.train.model.gemm_limits import describe_row_splits, split_matmuls

@@ -29,7 +29,7 @@ from tests.support.trainer import events, run, weights, write_rows, write_run
 
 ROWS, STEPS = 12, 3
 REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluation.reference:sync"
-PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backward"
+PRELUDE, BACKWARD = "core.train.loop.loop:prelude", "core.train.engine:Engine.backward"
 CONTINUED = "core.train.policy:PolicyModel.continued"
 VALUES = "core.train.policy:PolicyModel.logprobs_and_values"
 ROUNDING = "core.train.methods.qat:rounded_inputs"

@@ -27,7 +27,7 @@ from typing import Any
 
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.engine import Engine
-from core.train.loop import Loop
+from core.train.loop.loop import Loop
 from core.train.rollout.answers import Answerer
 from core.train.rollout.loader import RolloutLoader, merge_rollouts
 from tests.support.trainer import events, run, weights, write_rows, write_run

@@ -230,7 +230,7 @@ def test_sigusr1_writes_the_stacks_and_changes_nothing(tiny_dir: Path, rows: Pat
     process.send_signal(signal.SIGUSR1)
     wait_until(lambda: "in main" in log(run_dir), process, 90)
     text = log(run_dir)
-    assert "most recent call first" in text and "core/train/loop.py" in text
+    assert "most recent call first" in text and "core/train/loop/loop.py" in text
     process.send_signal(signal.SIGTERM)
     assert process.wait() == EXIT_CHECKPOINTED
 

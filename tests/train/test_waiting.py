@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
-from core.train import loop
 from core.train.base.stop import Stop
+from core.train.engine import Engine
+from core.train.loop import report
 from core.train.recipe import run
 from core.train.stage import Loss
 from tests.support.trainer import events, log, pairs, write_rows, write_run
@@ -51,7 +52,7 @@ def test_the_counter_counts() -> None:
     assert counting.calls == {"_local_scalar_dense": 2, "index": 1, "nonzero": 1}
 
 
-class Late(loop.AsyncMetrics[Any]):
+class Late(report.AsyncMetrics[Any]):
     """A device that is two steps behind: nothing is there before it has to be."""
 
     def ready(self) -> Any:
@@ -65,15 +66,15 @@ def test_a_step_that_diverged_is_named_however_late_it_is_read(
 ) -> None:
     """The third step breaks. Whether its figures are read because a checkpoint is due or two steps later: the message
     is the same, nothing of steps that followed is told, and no checkpoint is written."""
-    monkeypatch.setattr(loop, "AsyncMetrics", Late)
-    real, calls = loop.Engine.forward, [0]
+    monkeypatch.setattr(report, "AsyncMetrics", Late)
+    real, calls = Engine.forward, [0]
 
     def forward(self: Any, *args: Any) -> Any:
         calls[0] += 1
         found = real(self, *args)
         return found if calls[0] != 3 else Loss(found.total * math.inf, {"loss": found.sums["loss"] * math.inf})
 
-    monkeypatch.setattr(loop.Engine, "forward", forward)
+    monkeypatch.setattr(Engine, "forward", forward)
     rows = write_rows(tmp_path / "rows.jsonl", pairs(12))
     axes = AXES | {"training": AXES["training"] | {"gradient_accumulation_steps": 1, "max_steps": 8}}
     checkpoint = {"type": "disk", "save_steps": save_steps}
@@ -92,7 +93,7 @@ def test_figures_of_a_late_device_are_told_before_a_checkpoint(
     rows = write_rows(tmp_path / "rows.jsonl", pairs(12))
     calm = write_run(tmp_path / "calm", tiny_dir, rows, method="full", **AXES)
     assert run(calm) == EXIT_OK
-    monkeypatch.setattr(loop, "AsyncMetrics", Late)
+    monkeypatch.setattr(report, "AsyncMetrics", Late)
     first = write_run(tmp_path / "first", tiny_dir, rows, method="full", **AXES)
     assert run(first, LeaveAt(8, first)) == EXIT_CHECKPOINTED
     order = [event["type"] for event in events(first) if event["type"] in ("metrics", "checkpoint")]

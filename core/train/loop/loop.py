@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,12 +13,11 @@ import torch
 from torch import Tensor
 
 from core.base import collector
-from core.plan.advice import of_training_losses
 from core.spec.axes.runtime import HeldOut, NoEvaluation
 from core.spec.run.checkpoint_names import best_name
 from core.spec.run.folder import CHECKPOINTS
 from core.train.base import disk
-from core.train.base.async_metrics import AsyncMetrics, Timestamp, seconds_between, timestamp
+from core.train.base.async_metrics import Timestamp, seconds_between, timestamp
 from core.train.base.stop import StopRequested
 from core.train.checkpoint import engine_state, store
 from core.train.checkpoint.saving import Saver
@@ -29,32 +26,11 @@ from core.train.engine import REMEDY, Diverged, Engine
 from core.train.evaluation.curvature import estimate_curvature
 from core.train.evaluation.early_stopping import EarlyStoppingState, best_steps, early_stopping, needed, worse
 from core.train.evaluation.held_out import HeldOutMeasure, Share, prelude
+from core.train.evaluation.schedule import EvaluationSchedule
+from core.train.loop.report import StepRecord, StepReport, finite
 from core.train.run import Run
 from core.train.stage import MAXIMUM, Stage, Totals, joined, nothing
 from core.train.state import TrainerState
-
-PROGRESS_SECONDS = 0.3
-RECENT_STEPS = 20
-"""Steps that the estimate of the time left is made from."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A step that was done, as far as the host knows it before the device answers."""
-
-    step: int
-    totals: Totals
-    before: Mapping[str, float]
-    """Sums, tokens and slots of the part of the step that an attempt before has done."""
-    seconds: float
-    """Seconds that this part took."""
-    started: Timestamp
-    ended: Timestamp
-    learning_rate: float
-    memory_bytes: int
-    skipped: bool
-    scaling: dict[str, float]
-    """The loss scale of a run in fp16 from then on, and the steps skipped so far."""
 
 
 @dataclass(slots=True)
@@ -88,17 +64,14 @@ class Loop:
     evaluator: HeldOutMeasure | None
     """May raise StopRequested; None with NoEvaluation."""
     state: TrainerState
-    _told: float = field(default=0.0, init=False)
-    _told_skip: bool = field(default=False, init=False)
     _told_bound: bool = field(default=False, init=False)
-    _remarked: set[str] = field(default_factory=set, init=False)
-    _recent: list[float] = field(default_factory=list, init=False)
-    _eval_seconds: float = field(default=0.0, init=False)
-    _metrics: AsyncMetrics[StepRecord] = field(init=False)
+    _schedule: EvaluationSchedule = field(init=False)
+    _report: StepReport = field(init=False)
     _saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
-        self._metrics = AsyncMetrics(self.engine.device)
+        self._schedule = EvaluationSchedule(self.evaluation, self.total_steps)
+        self._report = StepReport(self.run, self.stage, self.loader, self._schedule, self.state, self.engine.device)
         # No method of the loop: in a circle with it the saver would keep the rows' files open until the collector runs.
         self._saver = Saver(self.run, self.engine, partial(keep_and_tell, self.run, self.state, self.stage))
 
@@ -128,7 +101,7 @@ class Loop:
                 if engine.steps < self.total_steps:
                     self._maybe_save()
                 self._maybe_evaluate()
-            self._settle()
+            self._report.settle()
             self._saver.finish()
             self._tell_end()
         except StopRequested:
@@ -171,13 +144,13 @@ class Loop:
         self._saver.poll()
         lasting = self.engine.steps % self.run.spec.checkpoint.save_steps == 0
         if (self._saver.due() or lasting) and not self._out_of_bounds():
-            self._settle()
+            self._report.settle()
             self._saver.save(lasting=lasting)
 
     def save(self) -> None:
         """Write a checkpoint of this very moment, and wait until it is on the disk. Raises NoSpace with its size, and
         Diverged in place of keeping what is no good."""
-        self._settle()
+        self._report.settle()
         self._saver.save(lasting=True)
         self._saver.finish()
 
@@ -231,9 +204,7 @@ class Loop:
             else {"loss_scale": engine.scaler.scale, "skipped_steps": float(engine.scaler.skipped)},
         )
         state.drop_window()
-        self._metrics.put(closed, figures | {"grad_norm": result.grad_norm})
-        for about, told in self._metrics.ready():
-            self._tell(about, told)
+        self._report.put(closed, figures | {"grad_norm": result.grad_norm})
 
     def _totals(self, work: StepBatches) -> Totals:
         """The totals of a step with those that its stage computes beforehand. A checkpoint in mid-step has them."""
@@ -264,10 +235,10 @@ class Loop:
 
     def _leave(self, part: PartialStep, started: Timestamp) -> NoReturn:
         """Raise StopRequested, with the figures of the unfinished step in the state."""
-        self._settle()
+        self._report.settle()
         state, figures = self.state, {name: float(value) for name, value in self._figures(part).items()}
         if self.engine.scaler is None:
-            _finite(figures["loss"], "loss", self.engine.steps + 1)
+            finite(figures["loss"], "loss", self.engine.steps + 1)
         state.window_loss += figures["loss"]
         for name in part.sums.keys() - {"loss"}:
             state.window_sums[name] = joined(name, state.window_sums.get(name, nothing(name)), figures[name])
@@ -277,109 +248,13 @@ class Loop:
         state.window_seconds += seconds_between(started, timestamp(self.engine.device))
         raise StopRequested
 
-    def _settle(self) -> None:
-        """Report every step that was done, before anything is written or decided that rests on it."""
-        for about, figures in self._metrics.all():
-            self._tell(about, figures)
-
-    def _tell(self, closed: StepRecord, figures: dict[str, float]) -> None:
-        """Report a step. Raises Diverged if its figures are not finite; steps queued behind it have changed no weight
-        (`Engine.step`)."""
-        state = self.state
-        before, names = closed.before, {**figures, **closed.before}
-        sums = {name: joined(name, before.get(name, nothing(name)), figures.get(name, nothing(name))) for name in names}
-        found = self.stage.figures(sums, closed.totals)
-        loss = found["loss"]
-        lost = closed.skipped and not math.isfinite(loss)
-        told = {} if lost else found | {"loss": _finite(loss, "loss", closed.step)}  # first: a gradient breaks by it
-        norm = {} if closed.skipped else {"grad_norm": _finite(figures["grad_norm"], "gradient", closed.step)}
-        seconds = closed.seconds + seconds_between(closed.started, closed.ended)
-        tokens, slots = sums["tokens"], sums["slots"]
-        memory = {name: figure for name, figure in figures.items() if name.startswith("memory_bytes")}
-        values = {
-            **told,
-            "learning_rate": closed.learning_rate,
-            **norm,
-            **closed.scaling,
-            "tokens_per_second": tokens / max(seconds, 1e-9),
-            "total_tokens": float(state.tokens + int(tokens)),
-            "padding_share": 1.0 - tokens / slots,
-            "memory_bytes": max(memory.values(), default=float(closed.memory_bytes)),
-            **memory,
-            "epoch": self.loader.epochs_after(closed.step),
-        }
-        if not lost:
-            self._tell_remark(found)
-        self._recent = [*self._recent[-RECENT_STEPS + 1 :], seconds]
-        state.loss_sum += 0.0 if lost else loss
-        state.lost_losses += lost
-        state.tokens += int(tokens)
-        state.seconds += seconds
-        state.metrics.append({"step": closed.step, **values})
-        self.run.events.write("metrics", step=closed.step, values=values)
-        if not state.loss_rose and (rose := of_training_losses(state.metrics)) is not None:
-            state.loss_rose = True
-            self.run.notice(rose.code, rose.message)
-        if closed.skipped:
-            self._tell_skip(closed)
-        self._tell_progress(closed.step)
-
-    def _tell_remark(self, figures: Mapping[str, float]) -> None:
-        """Report what the stage remarks on a step, each code once an attempt."""
-        remark = self.stage.remark(figures)
-        if remark is not None and remark.code not in self._remarked:
-            self._remarked.add(remark.code)
-            self.run.notice(remark.code, remark.message)
-
-    def _tell_skip(self, closed: StepRecord) -> None:
-        """Report the first skipped step of an attempt; the metrics have all of them."""
-        if self._told_skip:
-            return
-        self._told_skip = True
-        message = (
-            f"loss or gradients overflowed fp16 at step {closed.step}: such a step changes no weight, the schedule "
-            f"waits, and the loss scale is halved (now {closed.scaling['loss_scale']:g}); the figures loss_scale and "
-            "skipped_steps tell of further ones"
-        )
-        self.run.notice("step_skipped", message)
-
-    def _tell_progress(self, step: int) -> None:
-        now, left = time.monotonic(), self.total_steps - step
-        if left and now - self._told < PROGRESS_SECONDS:
-            return
-        self._told = now
-        seconds_left = left * sum(self._recent) / len(self._recent) + self._evaluations_left() * self._eval_seconds
-        self.run.events.write(
-            "progress",
-            step=step,
-            total_steps=self.total_steps,
-            epoch=self.loader.epochs_after(step),
-            seconds_left=round(seconds_left, 1),
-        )
-
     # --- evaluation ----------------------------------------------------------------------------------
-
-    def _due(self, step: int) -> bool:
-        if isinstance(self.evaluation, NoEvaluation):
-            return False
-        if step == 0:
-            return self.evaluation.at_start
-        return step == self.total_steps or (
-            self.evaluation.eval_steps is not None and step % self.evaluation.eval_steps == 0
-        )
-
-    def _evaluations_left(self) -> int:
-        if isinstance(self.evaluation, NoEvaluation):
-            return 0
-        every, step = self.evaluation.eval_steps, self.engine.steps
-        between = 0 if every is None else (self.total_steps - 1) // every - step // every
-        return max(0, between) + 1
 
     def _maybe_evaluate(self) -> None:
         step = self.engine.steps
-        if not self._due(step) or self.state.evaluated(step) is not None:
+        if not self._schedule.due(step) or self.state.evaluated(step) is not None:
             return
-        self._settle()
+        self._report.settle()
         self.run.phase("evaluating")
         started = time.monotonic()
         assert self.evaluator is not None
@@ -391,7 +266,7 @@ class Loop:
             raise StopRequested
         assert share is not None
         found = self.evaluator.together(share, totals)
-        self._eval_seconds = time.monotonic() - started
+        self._report.evaluation_seconds = time.monotonic() - started
         self.state.evaluations.append({"step": step, **found.figures})
         self.run.events.write("evaluation", step=step, values=found.figures)
         if found.samples:
@@ -441,8 +316,3 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-
-def _finite(value: float, what: str, step: int) -> float:
-    if not math.isfinite(value):
-        raise Diverged(f"the {what} became {value} at step {step}; {REMEDY}", field="optimizer.learning_rate")
-    return value

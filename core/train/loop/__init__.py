@@ -1,0 +1,1 @@
+"""A batch run, step by step, and what it tells of it."""
