@@ -315,4 +315,3 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
