@@ -240,6 +240,7 @@ def measure(row: Row, work: Path) -> dict[str, Any]:
     from core.train.base.events import NullEventWriter
     from core.train.data.dataset import TokenDataset
     from core.train.engine import build_engine
+    from core.train.kernels.interface import backend_for
     from core.train.model.build import build_model
     from core.train.model.placement import place
     from core.train.run import Run
@@ -248,7 +249,8 @@ def measure(row: Row, work: Path) -> dict[str, Any]:
     folder = folder_of(row.shape, work)
     spec = resolve(JobSpec.model_validate(row.job))
     placement = place(spec.resources, spec.training, method_of(spec))
-    device = Device("gpu", placement.arch, host=200 * GIB)
+    parts = backend_for(placement.device, "block") != "portable"
+    device = Device("gpu", placement.arch, host=200 * GIB, parts=parts)
     planned = plan(spec, Shape.of_folder(folder), longest=row.tokens, device=device)
     order = RunOrder(job_id="plan", attempt=1, spec=spec, model_dir=str(folder), train=DataOrder(sources=[]))
     tokenizer = tokenizer_for(folder)

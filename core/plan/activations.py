@@ -6,6 +6,7 @@ D = heads · head width, K the same of keys, I the feed-forward's inner width; c
 4 in fp32), s of the residual stream (4 where all parameters are trained in float32, else c):
 
     each norm           4 H n       its input in float32 (+ 4 H n, normalised, where its weight is trained)
+    … in one operator   s H n + 4 n its input; the gate then keeps one c I n less
     attention's input   c H n       once, or once a projection where autocast casts it (s ≠ c)
     attention           c (2 D + 2 K) n + 4 heads n        q, k, v, its answer, the log-sum-exps
     … in plain operations, or by torch's math: 4 (+ c) heads · rows · T², the scores, and q, k, v of D each
@@ -73,6 +74,8 @@ class Numbers:
     cpu: bool = False
     whole: bool = False
     """Logits are made whole, however many they are."""
+    parts: bool = False
+    """Frozen RMS norms and SiLU gates are one operator each, which keeps its inputs."""
 
 
 def role(weight: Weight) -> Role:
@@ -138,12 +141,12 @@ def passed(shape: Shape, numbers: Numbers, what: Pass) -> int:
 def ended(shape: Shape, numbers: Numbers, n: int) -> int:
     """Bytes between the last block and the logits: the final norm, its answer, and that once more at the labels (which
     all tokens are taken to have), for the products of the head."""
-    per_norm, s = (8 if numbers.trained else 4), numbers.residual
-    return (per_norm + 2 * s + numbers.computed) * shape.hidden * n
+    s = numbers.residual
+    return (_per_norm(shape, numbers) + 2 * s + numbers.computed) * shape.hidden * n
 
 
 def _norms(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) -> int:
-    per_number = 8 if numbers.trained else 4
+    per_number = _per_norm(shape, numbers)
     total, names = 0, {weight.name for weight in block}
     for weight in block:
         if not weight.name.endswith("weight") or not ("norm" in weight.name or weight.name.startswith("ln_")):
@@ -156,6 +159,13 @@ def _norms(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) ->
             width *= shape.heads if weight.module.endswith("q_norm") else shape.kv_heads
         total += (per_number * width + 4) * n
     return total
+
+
+def _per_norm(shape: Shape, numbers: Numbers) -> int:
+    """Bytes that a norm without a bias keeps of each number."""
+    if numbers.trained:
+        return 8
+    return numbers.residual if numbers.parts and shape.rms_norms else 4
 
 
 def _inputs(fed: Collection[Weight], numbers: Numbers, n: int) -> int:
@@ -195,7 +205,8 @@ def _inner(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) ->
         router = (4 + c) * shape.experts * n  # probabilities in float32, and the logits
         return router + routed * (2 * c * shape.hidden + 4 * c * shape.inner)
     masks = 2 * (c if numbers.cpu else 1) * shape.hidden * n if shape.own_dropout else 0
-    return (3 if shape.gated else 4 if shape.plain_gelu else 1) * c * shape.inner * n + masks
+    gate = 2 if numbers.parts and shape.silu else 3
+    return (gate if shape.gated else 4 if shape.plain_gelu else 1) * c * shape.inner * n + masks
 
 
 def _adapter(weight: Weight, numbers: Numbers, n: int) -> int:

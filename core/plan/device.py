@@ -39,6 +39,9 @@ class Device:
     """The driver's memory (CONTEXT_BYTES) still has to come out of `memory`."""
     products: Dtype | None = None
     """Dtype of products where it is decided already, by the self-test, say. None: as the architecture has it."""
+    parts: bool | None = None
+    """Whether norms and gated activations are one operator each (core/train/kernels/fused), where that is known
+    already. None: on GPUs with matrix instructions, for which Triton compiles."""
 
     @property
     def one_memory(self) -> bool:
@@ -58,6 +61,16 @@ class Device:
             return self.products
         wanted = "bf16" if training.precision == "fp8" else training.precision
         return choose_precision(wanted, self.arch, fast_bf16=self.bf16)[0]
+
+    def fuses_parts(self, training: Training) -> bool:
+        """Whether norms and gated activations keep no more than they are given. Not counted for a CPU, where the plan
+        would be further below what processes took (bench/results/plan-cpu-2026-11-25.txt)."""
+        if training.compile:
+            return False
+        if self.parts is not None:
+            return self.parts
+        row = lookup(self.arch)
+        return self.kind == "gpu" and row is not None and row.matrix != "none"
 
     def attention(self, training: Training) -> Literal["flash", "math", "eager"]:
         """Which memory attention takes: `flash` (and `efficient`) never hold the scores of a whole row."""

@@ -26,6 +26,7 @@ from core.spec.resolve import resolve
 from core.spec.settled import method_of
 from core.train.batch import Batch
 from core.train.engine import Engine, build_engine
+from core.train.kernels.fused.modules import fuse_parts
 from core.train.kernels.scratch import clear_scratch
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
@@ -205,6 +206,43 @@ def test_the_most_that_torch_has_at_once(
             engine.step()
     planned = found.peak - found.bytes["slack"]
     assert -0.10 <= planned / live.peak - 1 <= 0.10, (planned / live.peak, planned, live.peak, found.moments)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"method": {"type": "lora", "r": 4}}, {"method": {"type": "qlora", "r": 4}}, {"method": "full"}],
+    ids=["lora", "nf4", "full"],
+)
+def test_parts_in_one_operator_keep_as_much_less_as_was_counted(
+    folder: Path, tmp_path: Path, axes: dict[str, Any]
+) -> None:
+    """To the byte; the first norm, whose input needs no gradient beside adapters, keeps nothing either way."""
+    one_row = {"per_device_train_batch_size": 1}
+    job = {"model": str(folder), "data": "rows.jsonl", "training": one_row, **axes}
+    spec = resolve(JobSpec.model_validate(job))
+    ids = torch.arange(TOKENS).view(1, TOKENS) % VOCABULARY
+    batch = Batch(ids, ids, (TOKENS,), TOKENS - 1)
+    kept, planned = [], []
+    for fused in (False, True):
+        model = built(folder, spec, tmp_path)
+        if fused:
+            parts = fuse_parts(model, torch.device("cpu"))
+            assert (parts.norms, parts.gates) == (7, 3)
+        engine = build_engine(model, spec.optimizer, autocast=torch.bfloat16)
+        own, saved = storages([*model.parameters(), *model.buffers()]), dict[int, Tensor]()
+
+        def pack(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(spec, engine, batch)
+        kept.append(sum(count for at, count in storages(saved.values()).items() if at not in own))
+        del loss
+        device = Device("cpu", products="bf16", parts=fused)
+        planned.append(plan(spec, Shape.of_folder(folder), longest=TOKENS, device=device).moments["loss"])
+    first = 0 if axes["method"] == "full" else (4 - 2) * SIZES["hidden_size"] * TOKENS
+    assert kept[0] - kept[1] == planned[0] - planned[1] - first > 0
 
 
 def loss_of(spec: JobSpec, engine: Engine, batch: Batch) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.plan_large import ROWS, SHAPES
 from core.plan.device import CONTEXT_BYTES, Device
 from core.plan.memory.plan import need, plan
 from core.plan.memory.result import Plan, fits
@@ -20,7 +21,7 @@ CARD = Device("gpu", "gfx942", memory=192 * GIB, host=512 * GIB)
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-    "dtype": "bfloat16",
+    "dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-5,
 }  # fmt: skip
 SHAPE = Shape.of_config(LLAMA_8B)
 LINEAR = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
@@ -40,6 +41,35 @@ def test_full_fine_tuning_is_sixteen_bytes_a_parameter() -> None:
     assert found.bytes["weights"] == found.bytes["gradients"] == 4 * TOTAL
     assert found.bytes["optimizer"] == 8 * TOTAL + 4 * tensors
     assert found.moment == "backward ends", "by then every gradient is there"
+
+
+@pytest.mark.parametrize(
+    ("name", "allocated"),
+    [
+        ("1b lora, all kept, 1x2048", 5_450_052_608),
+        ("8b lora, checkpointed, 4x2048", 20_394_211_328),
+        ("8b qlora, checkpointed, 4x2048", 10_494_327_808),
+    ],
+)
+def test_a_gpus_plan_is_what_an_h200_took(name: str, allocated: int) -> None:
+    """Bytes that torch allocated there (bench/results/plan-nvidia-h200-2026-11-26.txt)."""
+    row = next(row for row in ROWS if row.name == name)
+    shape = Shape.of_config(SHAPES[row.shape] | {"dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-5})
+    job = resolve(JobSpec.model_validate(row.job))
+    found = plan(job, shape, longest=row.tokens, device=Device("gpu", "sm_90", host=200 * GIB))
+    assert 1.0 <= found.peak / allocated <= 1.02
+
+
+def test_parts_in_one_operator_are_counted_where_they_run() -> None:
+    lora = {"method": "lora", "training": {"per_device_train_batch_size": 4}}
+    one, apart = planned(**lora), planned(replace(CARD, parts=False), **lora)
+    tokens = 4 * 1024
+    a_block = 2 * (4 - 2) * 4096 * tokens + 2 * 14336 * tokens
+    assert apart.moments["loss"] - one.moments["loss"] == 32 * a_block + (4 - 2) * 4096 * tokens
+    old = Device("gpu", "gfx906", memory=192 * GIB)
+    assert planned(old, **lora).peak == planned(replace(old, parts=False), **lora).peak, "Triton knows no such card"
+    lora["training"]["compile"] = True
+    assert planned(**lora).peak == planned(replace(CARD, parts=False), **lora).peak, "torch.compile fuses by itself"
 
 
 def test_reward_models_are_copies_of_their_own() -> None:

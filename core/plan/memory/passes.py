@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import assert_never
 
 from core.plan.activations import Numbers, Pass
@@ -41,12 +42,14 @@ def numbers_of(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[s
         attention = "eager"
     elif shape.own_dropout and cpu and attention == "flash":  # torch's flash attention for CPUs has no dropout
         attention = "math"
-    rounds = isinstance(spec.quantization, QAT)
+    rounds, parts = isinstance(spec.quantization, QAT), device.fuses_parts(spec.training)
     match method_of(spec):
         case Full():
-            return Numbers(computed, 4, True, adapted, rounded=rounds, attention=attention, cpu=cpu)
+            return Numbers(computed, 4, True, adapted, rounded=rounds, attention=attention, cpu=cpu, parts=parts)
         case OFT() as rotation:
-            return Numbers(computed, computed, False, adapted, rotation=rotation, attention=attention, cpu=cpu)
+            parts = parts and not rotation.modules_to_save
+            found = Numbers(computed, computed, False, adapted, attention=attention, cpu=cpu, parts=parts)
+            return replace(found, rotation=rotation)
         case LoRA() | QLoRA() as method:
             return Numbers(
                 computed,
@@ -60,6 +63,7 @@ def numbers_of(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[s
                 rounded=rounds,
                 attention=attention,
                 cpu=cpu,
+                parts=parts and not method.modules_to_save,  # which may be norms
             )
         case _ as never:
             assert_never(never)

@@ -125,6 +125,10 @@ class Shape:
     """The model drops out by itself while it trains (GPT-2): attention's scores, and what each block adds."""
     plain_gelu: bool = False
     """GELU of single operations, each of which keeps something."""
+    rms_norms: bool = False
+    """Norms are RMS norms."""
+    silu: bool = False
+    """The feed-forward layer's activation is SiLU."""
     scorers: tuple[ScorerShape, ...] = field(default=(), compare=False)
     """Reward models that are on the device beside the model in a job that is planned."""
 
@@ -197,6 +201,8 @@ class Shape:
             logits_capped=text.get("final_logit_softcapping") is not None,
             own_dropout=any(_above_zero(text.get(name)) for name in ("attention_dropout", "attn_pdrop")),
             plain_gelu=text.get("activation_function") == "gelu_new" or text.get("hidden_act") == "gelu_new",
+            rms_norms="rms_norm_eps" in text,
+            silu=text.get("hidden_act") in ("silu", "swish"),
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from core.plan.stream import Decision, Free, decide
 from core.spec.axes.runtime import AutoStream
 from core.spec.job import JobSpec
 from core.spec.run.orders import RewardModelFolder
+from core.train.kernels.interface import backend_for
 from core.train.memory.available import available_bytes
 from core.train.model.placement import Placement
 
@@ -44,6 +45,7 @@ def _device(placement: Placement, most: int | None) -> Device:
     host = available_bytes()
     if placement.device.type == "cuda":
         free = torch.cuda.mem_get_info(placement.device)[0]
-        return Device("gpu", placement.arch, memory=free, host=host, products=placement.precision)
+        parts = backend_for(placement.device, "block") != "portable"
+        return Device("gpu", placement.arch, memory=free, host=host, products=placement.precision, parts=parts)
     known = [count for count in (host, most) if count is not None]
     return Device("cpu", memory=min(known, default=None), host=host, products=placement.precision)
