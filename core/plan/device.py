@@ -41,7 +41,7 @@ class Device:
     """Dtype of products where it is decided already, by the self-test, say. None: as the architecture has it."""
     parts: bool | None = None
     """Whether norms and gated activations are one operator each (core/train/kernels/fused), where that is known
-    already. None: on GPUs with matrix instructions, for which Triton compiles."""
+    already, by the self-test, say. None: on GPUs with matrix instructions, for which Triton compiles."""
 
     @property
     def one_memory(self) -> bool:

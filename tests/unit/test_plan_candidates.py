@@ -265,6 +265,19 @@ def test_what_an_estimate_may_be_wrong_by_refuses_nothing() -> None:
     assert both.missing(close) != [] and both.missing(large) == []
 
 
+def test_a_card_that_was_refused_the_kernels_of_a_block_is_planned_without_them() -> None:
+    about = {"id": "GPU-1", "kind": "gpu", "gpu": {"vendor": "amd", "arch": "gfx942", "memory_bytes": 192 << 30}}
+    tested = {"attention": "flash", "block": "triton"}
+    slots = [Slot.described(about | more, ()) for more in ({}, {"backends": tested}, {"backends": {"block": "portable"}})]
+    slots.append(Slot.described(about | {"backends": {"attention": "flash"}}, ()))
+    assert [slot.parts for slot in slots] == [None, True, False, False]
+    cpu = {"id": "cpu", "kind": "cpu", "backends": {"block": "native"}}
+    assert Slot.described(cpu, ()).parts is None
+    shape, lora = replace(LLAMA_8B, rms_norms=True, silu=True), job(method="lora")
+    unknown, fused, *apart = [plan(lora, shape, longest=LENGTH, device=fit.device_of(slot)).peak for slot in slots]
+    assert unknown == fused < apart[0] == apart[1]
+
+
 def test_needs_are_part_of_the_line() -> None:
     needs = Needs("any", plan=PlanNeeds(18_200, 21_000, 300))
     assert Needs.parse(needs.key) == needs and Key.parse(f"{needs.key}|p|o|100").needs == needs

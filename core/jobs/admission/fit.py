@@ -59,6 +59,7 @@ def device_of(slot: Slot) -> Device:
         host=slot.host_bytes or None,
         bf16=slot.bf16,
         context=True,
+        parts=slot.parts,
     )
 
 

@@ -30,6 +30,8 @@ class Slot:
     """Memory that a job on a CPU slot may count on, bytes; 0: unknown."""
     host_bytes: int = 0
     """Host memory of the node, bytes; 0: unknown."""
+    parts: bool | None = None
+    """Whether its GPU computes norms and gated activations in one operator each, by its self-test; None: unknown."""
 
     @property
     def phase(self) -> Kind:
@@ -54,7 +56,7 @@ class Slot:
     @classmethod
     def described(cls, entry: Mapping[str, Any], labels: Collection[Any]) -> Slot:
         """From a node's row (worker/agent/agent.py writes it)."""
-        gpu = entry.get("gpu") or {}
+        gpu, backends = entry.get("gpu") or {}, entry.get("backends")
         return cls(
             str(entry["id"]),
             entry["kind"],
@@ -64,6 +66,7 @@ class Slot:
             frozenset(map(str, labels)),
             int(entry.get("share_bytes") or 0),
             int(entry.get("host_bytes") or 0),
+            backends.get("block") == "triton" if gpu and backends else None,
         )
 
     @property
