@@ -267,9 +267,8 @@ def test_what_an_estimate_may_be_wrong_by_refuses_nothing() -> None:
 
 def test_a_card_that_was_refused_the_kernels_of_a_block_is_planned_without_them() -> None:
     about = {"id": "GPU-1", "kind": "gpu", "gpu": {"vendor": "amd", "arch": "gfx942", "memory_bytes": 192 << 30}}
-    tested = {"attention": "flash", "block": "triton"}
-    slots = [Slot.described(about | more, ()) for more in ({}, {"backends": tested}, {"backends": {"block": "portable"}})]
-    slots.append(Slot.described(about | {"backends": {"attention": "flash"}}, ()))
+    found = [{"attention": "flash", "block": "triton"}, {"block": "portable"}, {"attention": "flash"}]
+    slots = [Slot.described(about, ()), *(Slot.described(about | {"backends": one}, ()) for one in found)]
     assert [slot.parts for slot in slots] == [None, True, False, False]
     cpu = {"id": "cpu", "kind": "cpu", "backends": {"block": "native"}}
     assert Slot.described(cpu, ()).parts is None
