@@ -205,7 +205,8 @@ def _inner(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) ->
         router = (4 + c) * shape.experts * n  # probabilities in float32, and the logits
         return router + routed * (2 * c * shape.hidden + 4 * c * shape.inner)
     masks = 2 * (c if numbers.cpu else 1) * shape.hidden * n if shape.own_dropout else 0
-    gate = 2 if numbers.parts and shape.silu else 3
+    apart = any(weight.module.endswith("gate_proj") for weight in block)  # Phi-3 has both in one product
+    gate = 2 if numbers.parts and shape.silu and apart else 3
     return (gate if shape.gated else 4 if shape.plain_gelu else 1) * c * shape.inner * n + masks
 
 

@@ -24,14 +24,14 @@ LLAMA_8B: dict[str, Any] = {
     "dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-5,
 }  # fmt: skip
 SHAPE = Shape.of_config(LLAMA_8B)
+JOB = {"model": "a/b", "data": "rows.jsonl"}
 LINEAR = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
 TOTAL = 8_030_261_248
 """Llama 3.1 8B, as its model card says."""
 
 
 def planned(device: Device = CARD, longest: int = 1024, **axes: Any) -> Plan:
-    job = {"model": "a/b", "data": "rows.jsonl"} | axes
-    return plan(resolve(JobSpec.model_validate(job)), SHAPE, longest=longest, device=device)
+    return plan(resolve(JobSpec.model_validate(JOB | axes)), SHAPE, longest=longest, device=device)
 
 
 def test_full_fine_tuning_is_sixteen_bytes_a_parameter() -> None:
@@ -66,6 +66,11 @@ def test_parts_in_one_operator_are_counted_where_they_run() -> None:
     tokens = 4 * 1024
     a_block = 2 * (4 - 2) * 4096 * tokens + 2 * 14336 * tokens
     assert apart.moments["loss"] - one.moments["loss"] == 32 * a_block + (4 - 2) * 4096 * tokens
+    in_one = tuple(replace(w, name=w.name.replace("gate_proj", "gate_up_proj")) for w in SHAPE.patterns[0])
+    phi, spec = replace(SHAPE, patterns=(in_one,)), resolve(JobSpec.model_validate(JOB | lora))
+    one, apart = (plan(spec, phi, longest=1024, device=replace(CARD, parts=parts)) for parts in (True, False))
+    norms_alone = 32 * 2 * (4 - 2) * 4096 * tokens + (4 - 2) * 4096 * tokens
+    assert apart.moments["loss"] - one.moments["loss"] == norms_alone
     old = Device("gpu", "gfx906", memory=192 * GIB)
     assert planned(old, **lora).peak == planned(replace(old, parts=False), **lora).peak, "Triton knows no such card"
     lora["training"]["compile"] = True
