@@ -24,10 +24,10 @@ def largest_mappings(least: int = 2**22) -> list[str]:
     """Private memory that may be written, in mappings of at least so many bytes: MiB and what is mapped."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        span, rights, *_, about = line.split(maxsplit=5) if len(line.split()) > 5 else (*line.split(), "")
+        span, rights, _, _, _, *mapped = line.split()
         begin, end = (int(part, 16) for part in span.split("-"))
         if rights == "rw-p" and end - begin >= least:
-            found.append(f"{(end - begin) >> 20} {about}".strip())
+            found.append(" ".join((str((end - begin) >> 20), *mapped)))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import assert_never
 
 from core.plan.activations import Numbers, Pass
@@ -47,9 +46,16 @@ def numbers_of(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[s
         case Full():
             return Numbers(computed, 4, True, adapted, rounded=rounds, attention=attention, cpu=cpu, parts=parts)
         case OFT() as rotation:
-            parts = parts and not rotation.modules_to_save
-            found = Numbers(computed, computed, False, adapted, attention=attention, cpu=cpu, parts=parts)
-            return replace(found, rotation=rotation)
+            return Numbers(
+                computed,
+                computed,
+                False,
+                adapted,
+                rotation=rotation,
+                attention=attention,
+                cpu=cpu,
+                parts=parts and not rotation.modules_to_save,  # which may be norms
+            )
         case LoRA() | QLoRA() as method:
             return Numbers(
                 computed,
