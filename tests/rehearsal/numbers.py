@@ -16,7 +16,8 @@ import gc
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from itertools import count, pairwise
 from typing import Any
@@ -55,6 +56,8 @@ INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, a
 COPIES = {aten._to_copy.default, aten.copy_.default}
 SOLVERS = {aten._linalg_eigh.default}
 """Operations of cuSOLVER, whose calls end the process here: computed by the CPU's, and then copied."""
+
+_ORDERS = ("late", "early", "prompt")
 
 _queued: dict[int, Callable[[], None]] = {}
 _numbers = count(1)
@@ -107,9 +110,14 @@ def finish() -> None:
     RUNTIME.rehearsal_finish(torch.cuda.current_stream().cuda_stream)
 
 
-def order(streams: str) -> None:
-    """Which streams are behind from now on: `late`, `early` or `prompt` (runtime/stream.c)."""
-    RUNTIME.rehearsal_order(("late", "early", "prompt").index(streams))
+@contextmanager
+def order(streams: str) -> Iterator[None]:
+    """Which streams are behind within it: `late`, as elsewhere, `early` or `prompt` (runtime/stream.c)."""
+    RUNTIME.rehearsal_order(_ORDERS.index(streams))
+    try:
+        yield
+    finally:
+        RUNTIME.rehearsal_order(_ORDERS.index("late"))
 
 
 def tensors(of: Any) -> list[Tensor]:

@@ -127,10 +127,9 @@ def train(blocks_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
             held_out=rows[1] if "evaluation" in axes else None, optimizer={"learning_rate": 1e-2},
             resources={"accelerator": accelerator}, **axes,
         )  # fmt: skip
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, numbers.order(order or "late"):
             if mutant:
                 MUTANTS[mutant][2](patch)
-            numbers.order(order or "late")
             code = support.train(run_dir)
             assert mutant or code == EXIT_OK, (events(run_dir)[-1], log(run_dir))
         return run_dir

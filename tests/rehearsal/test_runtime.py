@@ -95,8 +95,7 @@ def test_a_mask_shows_the_devices_that_it_names(mask: str) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_missing_wait_gives_stale_numbers(order: str, waits: bool) -> None:
     """Into the device: whoever computes waits for the copy. Out of it: the copy waits for what is computed."""
-    numbers.order(order)
-    try:
+    with numbers.order(order):
         side = torch.cuda.Stream()
         there, back = torch.ones(8).pin_memory(), torch.zeros(8).pin_memory()
         first, second = torch.zeros(8, device=GPU), torch.zeros(8, device=GPU)
@@ -113,8 +112,6 @@ def test_a_missing_wait_gives_stale_numbers(order: str, waits: bool) -> None:
             back.copy_(second, non_blocking=True)
         side.synchronize()
         found = total.sum().item(), back.sum().item()
-    finally:
-        numbers.order("late")
     stale = {"late": (8, 24), "early": (16, 0), "prompt": (16, 24)}
     assert found == ((16, 24) if waits else stale[order])
 
@@ -122,8 +119,7 @@ def test_a_missing_wait_gives_stale_numbers(order: str, waits: bool) -> None:
 @pytest.mark.parametrize("order", ["late", "early"])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_staged_transfers_move_what_is_there_after_the_event(order: str, pinned: bool) -> None:
-    numbers.order(order)
-    try:
+    with numbers.order(order):
         transfer = StagedTransfer(GPU, 4096, pinned=pinned, field="x")
         source = torch.arange(5000, dtype=torch.float32)
         target = torch.zeros(5000, dtype=torch.bfloat16, device=GPU)
@@ -134,8 +130,6 @@ def test_staged_transfers_move_what_is_there_after_the_event(order: str, pinned:
         for place_, piece in transfer.fetch(doubled, after=transfer.computed()):
             found[place_] = piece
         transfer.close()
-    finally:
-        numbers.order("late")
     assert torch.equal(found, source.to(torch.bfloat16) * 2)
 
 
@@ -188,8 +182,7 @@ def test_a_copy_behind_an_event_is_made_of_a_gradient_as_it_was_then() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.weight @ x).sum()
 
-    numbers.order("early")
-    try:
+    with numbers.order("early"):
         model = Turned()
         offload = OptimizerOffload(model, GPU)
         parameter = model.weight
@@ -200,8 +193,6 @@ def test_a_copy_behind_an_event_is_made_of_a_gradient_as_it_was_then() -> None:
         (master,) = offload.parameters.values()
         assert torch.equal(master.grad, torch.arange(12.0).view(4, 3).t())
         offload.close()
-    finally:
-        numbers.order("late")
 
 
 # --- several devices ---------------------------------------------------------------------------------
