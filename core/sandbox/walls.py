@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from core.sandbox import kernel
@@ -34,8 +35,10 @@ class Nobody:
     """Whether this process is root and gives that up, rather than an ordinary user in a user namespace."""
 
 
-def readable() -> list[str]:
-    """Folders that programs can read: Python's library and packages, and the shared libraries that these need."""
+@cache
+def readable() -> tuple[str, ...]:
+    """Folders that programs can read: Python's library and packages, and the shared libraries that these need. They are
+    as this process first found them: once it is enclosed, links to them are gone."""
     paths = sysconfig.get_paths()
     wanted = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     wanted += ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
@@ -43,7 +46,7 @@ def readable() -> list[str]:
     for path in sorted({os.path.realpath(one) for one in wanted if Path(one).exists()}):
         if not any(path == other or path.startswith(f"{other}/") for other in found):
             found.append(path)
-    return found
+    return tuple(found)
 
 
 def separate() -> Nobody:
@@ -89,6 +92,7 @@ def _nobodys() -> int:
 def enclose(user: Nobody, files_bytes: int, folders: Sequence[str] = ()) -> None:
     """Give this process, the first of its namespace, files of its own; then take from it all it has. `folders`: those
     of packages that it sees beside those of Python."""
+    modules = [os.path.realpath(path) for path in sys.path if path.startswith("/")]
     try:
         _furnish(user, files_bytes, folders)
     except OSError as error:
@@ -100,7 +104,7 @@ def enclose(user: Nobody, files_bytes: int, folders: Sequence[str] = ()) -> None
         os.setresuid(user.uid, user.uid, user.uid)
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    sys.path[:] = [path for path in (*sys.path, *folders) if path and path.startswith("/") and Path(path).exists()]
+    sys.path[:] = [path for path in (*modules, *folders) if Path(path).exists()]
 
 
 def _drop_bounding() -> None:

@@ -37,6 +37,17 @@ def test_numbers_of_numpy_come_back(sandbox: ProgramSandbox) -> None:
     assert "cannot be sent" in str(sandbox.run_function("def f(): return object()", "f", {}).error)
 
 
+def test_packages_are_found_by_way_of_a_link_to_the_environment(tmp_path: Path) -> None:
+    """An installation is often one folder of several, and a link says which one."""
+    (tmp_path / "current").symlink_to(sys.prefix)
+    source = (
+        "from core.sandbox.sandbox import ProgramSandbox\nwith ProgramSandbox() as sandbox:\n"
+        "    print(sandbox.run_script('import numpy; print(1)').stdout)"
+    )
+    command = [str(tmp_path / "current/bin/python"), "-c", source]
+    assert subprocess.check_output(command, cwd=ROOT, text=True).strip() == "1"
+
+
 def test_an_error_names_the_line(sandbox: ProgramSandbox) -> None:
     error = str(sandbox.run_function("def f(x):\n    return 1 / x", "f", {"x": 0}).error)
     assert error.startswith("ZeroDivisionError: division by zero") and "line 2, in f" in error and "1 / x" in error
