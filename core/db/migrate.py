@@ -111,11 +111,11 @@ def history(scripts: Path = SCRIPTS, upto: str = "head") -> Iterator[Script]:
 
 def standing(database: Database, scripts: Path = SCRIPTS) -> SchemaState:
     """May this code use the database as it is? Reads only."""
+    known = {script.revision for script in history(scripts)}
     with database.read() as session:
         found = MigrationContext.configure(session.connection()).get_current_revision()
-        works_from = _floor(session)
+        works_from = None if found is None or found in known else _floor(session)
     wanted = head(scripts)
-    known = {script.revision for script in history(scripts)}
     if found == wanted:
         return SchemaState(found, wanted, True, False, wanted)
     if found is None:

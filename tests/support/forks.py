@@ -38,7 +38,7 @@ from core.base.forks import Forked, become_module, fork_orphan
 from core.base.process import adopting_orphans, die_with_parent
 from core.spec.run.standby import OFFLINE
 
-IMPORTS = (*fork_server.IMPORTS, "box.up", "core.db.migrate")
+IMPORTS = (*fork_server.IMPORTS, "box.up", "core.db.migrate", "psycopg", "sqlalchemy.dialects.postgresql.psycopg")
 TRAINER = "core.train.entry.standby"
 CHECKER = "core.data.apart"
 SERVERS = {"box.up": fork_server.__name__, "worker": TRAINER}

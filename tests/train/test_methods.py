@@ -33,7 +33,8 @@ from core.train.model.load import load_model, load_tokenizer
 from core.train.optim.groups import decay_groups, hidden_matrices
 from core.train.optim.optimizers import build_optimizer
 from core.train.quant.model import load_quantized
-from core.train.vocabulary.new_tokens import add_tokens, grow, ids_of, require_new
+from core.train.vocabulary.new_tokens import add_tokens, ids_of, require_new
+from core.train.vocabulary.rows import grow
 from tests.support import small_llama
 
 

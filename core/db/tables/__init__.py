@@ -1,7 +1,10 @@
 """The tables. Times are seconds since 1970 by the database's clock; owner and project stand on every owned row.
 
-Import tables from here: SQLAlchemy's metadata only has what was imported, and this module imports all of them.
+Import tables from here: SQLAlchemy's metadata only has what was imported, and this module imports all of them. It also
+configures the mappers, which the first query would do otherwise: in every member that `eft up` forks, anew.
 """
+
+from sqlalchemy.orm import configure_mappers
 
 from core.db.tables.base import Base, Id, Owned
 from core.db.tables.house import Installation, Leader, SchemaFloor
@@ -32,6 +35,8 @@ from core.db.tables.sessions import SessionOperation, SessionRow, SessionSave
 from core.db.tables.slots import Allocation, Hold, Maintenance, Node, SlotGuest
 from core.db.tables.sweeps import SweepRow
 from core.db.tables.usage import DiskUsage, Limit, UsageDay, UsageTotal
+
+configure_mappers()
 
 __all__ = [
     "AFTER_OTHERS",

@@ -27,7 +27,7 @@ from core.train.memory.streaming.stream import on_device
 from core.train.model.heads import has_head
 from core.train.model.load import stored_tensor
 from core.train.quant.linear import QuantLinear
-from core.train.vocabulary.new_tokens import with_rows
+from core.train.vocabulary.rows import with_rows
 
 
 def write_merged(

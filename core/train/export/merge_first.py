@@ -13,7 +13,7 @@ from core.train.base.reading import reading
 from core.train.export.merge import write_merged
 from core.train.model.as_trained import load_as_trained
 from core.train.model.load import saved_dtype
-from core.train.vocabulary.new_tokens import grow
+from core.train.vocabulary.rows import grow
 
 WEIGHTS = ("adapter_", "README")
 """Beginnings of the names in an adapter's folder that are not its tokenizer's."""

@@ -15,7 +15,7 @@ from core.errors import SpecError
 from core.spec.axes.method import LowRank
 from core.train.base.adapters import target_modules, train_whole, whole_modules
 from core.train.optim.groups import ParameterGroup, decay_groups, split
-from core.train.vocabulary.new_tokens import token_indices, train_rows
+from core.train.vocabulary.rows import token_indices, train_rows
 
 _B_MATRIX = re.compile(r"\.lora_(embedding_)?B\.")
 

@@ -38,7 +38,8 @@ from core.train.optim.groups import ParameterGroup
 from core.train.optim.updates import DeviceUpdates, UpdateStrategy
 from core.train.quant.fp8 import dense_again, to_fp8
 from core.train.run import Run
-from core.train.vocabulary.new_tokens import grow, ids_of
+from core.train.vocabulary.new_tokens import ids_of
+from core.train.vocabulary.rows import grow
 
 if TYPE_CHECKING:
     from core.train.memory.offload.optimizer import OptimizerOffload

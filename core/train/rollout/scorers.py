@@ -37,7 +37,7 @@ from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer, renderer_of
 from core.train.rollout.sandboxed.programs import AnsweredPrompt, Value
 from core.train.run import Run
-from core.train.vocabulary.new_tokens import grow
+from core.train.vocabulary.rows import grow
 
 HEAD = "score"
 """Name of the head in transformers' classes over causal models. The heads of encoders, which see padding, have
