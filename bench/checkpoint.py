@@ -122,9 +122,9 @@ class Contest:
         from core.train.engine import build_engine
         from core.train.feed import build_loader, read_data
         from core.train.model.build import build_model
-        from core.train.model.load import load_tokenizer, pad_token
         from core.train.optim.schedules import build_schedule
         from core.train.recipe import build_stage
+        from core.train.vocabulary.tokenizer import load_tokenizer, pad_token
 
         self.run, self.disk, self.memory = run, disk, memory
         self.tokenizer = load_tokenizer(run.model_dir)

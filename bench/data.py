@@ -46,8 +46,8 @@ ARMS: dict[str, Any] = {
 class Bench:
     def __init__(self, data: Path | None, layers: int) -> None:
         from bench import wheel
-        from core.train.data.tokenise import tokenise
-        from core.train.model.load import load_tokenizer
+        from core.train.data.tokenise.whole import tokenise
+        from core.train.vocabulary.tokenizer import load_tokenizer
 
         self.layers = layers
         self.model_dir = wheel.model()
@@ -204,7 +204,7 @@ class Bench:
     # --- tokenising ------------------------------------------------------------------------------------
 
     def tokenise(self, times: int) -> float:
-        from core.train.data.tokenise import render_rows
+        from core.train.data.tokenise.chunks import render_rows
 
         rows, renderer = self.rows() * times, self.renderer()
         began = time.perf_counter()

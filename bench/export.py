@@ -124,7 +124,8 @@ def subject(model: Path, work: Path, artifacts: Path) -> Any:
     from core.spec.axes.method import LoRA
     from core.train.export.formats.subject import Subject
     from core.train.export.retention import probes
-    from core.train.model.load import load_model, load_tokenizer, saved_dtype
+    from core.train.model.load import load_model, saved_dtype
+    from core.train.vocabulary.tokenizer import load_tokenizer
 
     adapter = work / "run" / "artifacts" / "adapter"
     tokenizer = load_tokenizer(adapter)

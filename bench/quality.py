@@ -89,11 +89,11 @@ def trained(
     from core.spec.settled import method_of
     from core.train.base.events import EventWriter
     from core.train.model.build import build_model
-    from core.train.model.load import load_tokenizer
     from core.train.model.placement import place
     from core.train.ranks.group import SINGLE_PROCESS
     from core.train.recipe import run
     from core.train.run import Run
+    from core.train.vocabulary.tokenizer import load_tokenizer
     from tests.support.trainer import write_run
 
     run_dir = write_run(
@@ -192,7 +192,7 @@ def main() -> None:
 def measure(
     options: argparse.Namespace, model_dir: Path, train: Sequence[Pair], held_out: Sequence[Pair]
 ) -> dict[str, dict[str, Any]]:
-    from core.train.model.load import load_tokenizer
+    from core.train.vocabulary.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model_dir)
     print(
@@ -235,7 +235,7 @@ def one(
     seed: int,
     options: argparse.Namespace,
 ) -> Run:
-    from core.train.model.load import load_tokenizer
+    from core.train.vocabulary.tokenizer import load_tokenizer
 
     began, rows = time.process_time(), [json.loads(line) for line in files[1].read_text().splitlines()]
     reported, (model, autocast) = trained(folder, model_dir, files, way, method, seed, options.epochs)

@@ -12,7 +12,7 @@ from core.train.base import memory_limit
 from core.train.base.disk import disk_failing, disk_full
 from core.train.base.out_of_memory import is_out_of_memory
 from core.train.base.reading import is_panic
-from core.train.data.helpers import HelperKilled, HelperShort
+from core.train.data.tokenise.helpers import HelperKilled, HelperShort
 from core.train.export.handed_back import ArtifactsDiffer
 from core.train.memory.streaming.block_source import BlocksLost
 from core.train.model.placement import DeviceMissing, DeviceRefused

@@ -42,7 +42,6 @@ from core.train.model.build import Built, build_model, disable_dropout
 from core.train.model.compute import Compute, prepare_compute
 from core.train.model.gemm_limits import describe_row_splits, split_matmuls
 from core.train.model.heads import has_head
-from core.train.model.load import load_tokenizer, pad_token
 from core.train.model.placement import Placement
 from core.train.optim.schedules import Factor, build_schedule
 from core.train.policy import describe_whole_logits
@@ -57,6 +56,7 @@ from core.train.stage import Stage
 from core.train.stages.balanced import with_balance
 from core.train.state import TrainerState
 from core.train.vocabulary.new_tokens import require_new
+from core.train.vocabulary.tokenizer import load_tokenizer, pad_token
 
 
 def run(run_dir: Path, stop: Stop | None = None, rank_env: RankEnv | None = None) -> int:

@@ -31,9 +31,10 @@ from core.train.data.tokens import TokenReader
 from core.train.data.truncate import truncate
 from core.train.examples.mismatched import arrange
 from core.train.methods.lora import adapt_lora
-from core.train.model.load import load_model, load_tokenizer
+from core.train.model.load import load_model
 from core.train.verify.columns import columns
 from core.train.verify.peer import Replay, train, trained_parameters
+from core.train.vocabulary.tokenizer import load_tokenizer
 from tests.support.preferences import judged, preferences
 from tests.support.trainer import PLAIN, events, run, write_rows, write_run
 

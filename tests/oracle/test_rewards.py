@@ -24,10 +24,10 @@ from core.train.data.dataset import TokenDataset
 from core.train.data.order import BatchOrder
 from core.train.data.tokens import TokenReader
 from core.train.model.heads import backbone_of, head_of_model, pad_token_of
-from core.train.model.load import load_tokenizer
 from core.train.verify.columns import columns
 from core.train.verify.peer import Replay, train
 from core.train.verify.replay import start_of
+from core.train.vocabulary.tokenizer import load_tokenizer
 from tests.oracle.test_preferences import sequences, values
 from tests.support.rewards import margins, solutions
 from tests.support.trainer import events, run, write_rows, write_run

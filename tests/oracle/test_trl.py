@@ -25,7 +25,7 @@ from core.spec.run.orders import DataOrder
 from core.train.base.rng import seed_all
 from core.train.data.order import BatchOrder
 from core.train.data.reader import rows_of
-from core.train.data.tokenise import tokenise
+from core.train.data.tokenise.whole import tokenise
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 from core.train.verify.columns import columns

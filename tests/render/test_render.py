@@ -13,7 +13,7 @@ from core.data.rows import Chat, Instruction, Message, PromptCompletion, Text
 from core.errors import DataError
 from core.spec.axes.rendering import ModelTemplate, Rendering
 from core.train.data.reader import Numbered
-from core.train.data.tokenise import tokenise
+from core.train.data.tokenise.whole import tokenise
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 from core.train.render.strings import Rendered

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 
 from core.spec.axes.method import Full, LoRA
 from core.train.export.formats.subject import Subject
-from core.train.model.load import load_tokenizer
 from core.train.quant.model import load_quantized
+from core.train.vocabulary.tokenizer import load_tokenizer
 from tests.support.family_tokenizers import family_tokenizer
 from tests.support.tools import CACHE
 

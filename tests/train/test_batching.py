@@ -29,9 +29,10 @@ from core.train.data.packing import best_fit, spread
 from core.train.data.truncate import truncate
 from core.train.engine import build_engine
 from core.train.feed import build_loader, read_data
-from core.train.model.load import load_model, load_tokenizer
+from core.train.model.load import load_model
 from core.train.run import Run
 from core.train.stages.sft import SupervisedFineTuning
+from core.train.vocabulary.tokenizer import load_tokenizer
 from tests.support.losses import by_kernels, summed
 from tests.support.trainer import pairs, write_rows, write_run
 

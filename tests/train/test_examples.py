@@ -16,13 +16,14 @@ from core.train.data.dataset import TokenDataset, eval_batches
 from core.train.data.loaders import Prelude, RowLoader
 from core.train.data.order import BatchOrder, PackedOrder, TokenOrder
 from core.train.data.reader import refuse_mixed
-from core.train.data.tokenise import TokenWriter
+from core.train.data.tokenise.chunks import TokenWriter
+from core.train.data.tokenise.whole import dataset_of
 from core.train.data.truncate import cut_rows
 from core.train.examples.example import Example, examples_of
-from core.train.model.load import load_tokenizer
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 from core.train.render.strings import Rendered
+from core.train.vocabulary.tokenizer import load_tokenizer
 
 
 def answer(prompt: int, tokens: int, first: int) -> Rendered:
@@ -37,7 +38,7 @@ def pairs(*sizes: tuple[int, int, int]) -> TokenDataset:
         sequences = (answer(prompt, chosen, 100), answer(prompt, rejected, 200))
         marks = tuple([float(number)] * len(sequence.ids) for sequence in sequences)
         writer.add(number + 1, Example(sequences, {"margin": float(number)}, {"mark": marks}))
-    return writer.dataset()
+    return dataset_of(writer)
 
 
 def test_a_pair_is_one_row_of_the_data_set() -> None:

@@ -18,9 +18,10 @@ from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint import engine_state
 from core.train.engine import Diverged, Engine, build_engine
 from core.train.methods.lora import adapt_lora
-from core.train.model.load import load_model, load_tokenizer
+from core.train.model.load import load_model
 from core.train.model.scaler import LOWEST_SCALE, PATIENCE, LossScaler
 from core.train.optim.schedules import build_schedule
+from core.train.vocabulary.tokenizer import load_tokenizer
 from tests.support.losses import summed
 from tests.support.preferences import preferences
 from tests.support.trainer import events, pairs, run, weights, write_rows, write_run

@@ -20,7 +20,7 @@ from core.spec.run.exit_codes import EXIT_FAILED
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import MemoryLimit, PrepareOrder
 from core.train.base import memory_limit
-from core.train.data.helpers import Helpers, HelperShort
+from core.train.data.tokenise.helpers import Helpers, HelperShort
 from core.train.failures import describe
 from core.train.render.options import RenderOptions
 from tests.support.trainer import ROOT, events

@@ -29,12 +29,13 @@ from core.train.methods.lora import adapt_lora, parameter_groups
 from core.train.methods.neftune import add_noise
 from core.train.methods.oft import adapt_oft
 from core.train.methods.start import begin_at_base, write_out_starts
-from core.train.model.load import load_model, load_tokenizer
+from core.train.model.load import load_model
 from core.train.optim.groups import decay_groups, hidden_matrices
 from core.train.optim.optimizers import build_optimizer
 from core.train.quant.model import load_quantized
 from core.train.vocabulary.new_tokens import add_tokens, ids_of, require_new
 from core.train.vocabulary.rows import grow
+from core.train.vocabulary.tokenizer import load_tokenizer
 from tests.support import small_llama
 
 

@@ -17,8 +17,8 @@ from core.spec.run.orders import RunOrder
 from core.train.data import streaming
 from core.train.data.preview import SHOWN_HEAD, SHOWN_TAIL, preview, segments
 from core.train.data.streaming import StreamLoader
-from core.train.model.load import load_tokenizer
 from core.train.render.renderer import renderer_of
+from core.train.vocabulary.tokenizer import load_tokenizer
 from tests.support.rewards import solutions
 from tests.support.trainer import PLAIN, chats, events, pairs, run, write_rows, write_run
 

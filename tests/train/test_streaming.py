@@ -15,8 +15,8 @@ from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.spec.run.orders import DataFiles, DataOrder
 from core.train.base.stop import Stop
 from core.train.data import streaming
-from core.train.model.load import load_tokenizer
 from core.train.render.renderer import renderer_of
+from core.train.vocabulary.tokenizer import load_tokenizer
 from tests.support.trainer import PLAIN, events, pairs, run, weights, write_rows, write_run
 
 
@@ -73,8 +73,8 @@ def test_blocks_made_ahead_are_the_same(tmp_path: Path, tiny_dir: Path, monkeypa
     here = write_run(tmp_path / "here", tiny_dir, train, **axes)
     assert run(here) == EXIT_OK, events(here)[-1]
     monkeypatch.setattr(streaming, "AHEAD_SECONDS", 0.0)
-    made, kept = tmp_path / "made", streaming._made
-    monkeypatch.setattr(streaming, "_made", lambda *about: made.touch() or kept(*about))
+    made, kept = tmp_path / "made", streaming.make_block
+    monkeypatch.setattr(streaming, "make_block", lambda *about: made.touch() or kept(*about))
     first = write_run(tmp_path / "first", tiny_dir, train, **axes)
     assert run(first, StopAfter(first, 9)) == EXIT_CHECKPOINTED
     assert not made.exists(), "only the helper made blocks behind the first"

@@ -23,14 +23,15 @@ from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import DataOrder, RunOrder
 from core.train.data.cache import ARRAYS, TokenCache, TokenisedRows
 from core.train.data.dataset import TokenDataset
-from core.train.data.helpers import HelperKilled
 from core.train.data.preview import preview
-from core.train.data.tokenise import render_rows, render_rows_in_parallel
+from core.train.data.tokenise.chunks import render_rows
+from core.train.data.tokenise.helpers import HelperKilled
+from core.train.data.tokenise.whole import dataset_of, render_rows_in_parallel
 from core.train.data.truncate import truncate
 from core.train.failures import describe
-from core.train.model.load import load_tokenizer
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
+from core.train.vocabulary.tokenizer import load_tokenizer
 from tests.support.trainer import events, notices, pairs, run, weights, write_rows, write_run
 
 TRAINING = {"max_steps": 3, "per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
@@ -223,7 +224,7 @@ def test_several_processes_give_the_same_tokens(tiny_dir: Path) -> None:
     told: list[int] = []
     together = render_rows_in_parallel(iter(rows), options, tiny_dir, 2, told.append)
     for name in ARRAYS:
-        assert np.array_equal(getattr(alone.dataset(), name), getattr(together.dataset(), name)), name
+        assert np.array_equal(getattr(dataset_of(alone), name), getattr(dataset_of(together), name)), name
     assert (alone.cut_prompts, alone.rows) == (together.cut_prompts, together.rows)
     assert told == sorted(told) and told[-1] > 0
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import sys
 
-import torch
 from safetensors import SafetensorError
 
 _WORDS = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")  # a process that has not imported it has none of its errors
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
     match error:
-        case torch.OutOfMemoryError() | MemoryError():
+        case MemoryError():
             return True
         case OSError():
             return error.errno == errno.ENOMEM

@@ -25,7 +25,7 @@ from core.spec.run.orders import RunOrder
 from core.train.data import streaming
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
-from core.train.data.tokenise import RowFault
+from core.train.data.tokenise.chunks import RowFault
 from core.train.data.tokens import OnRows, TokenReader
 from core.train.data.truncate import fitted, fitted_or_refused
 from core.train.examples.mismatched import arrange

@@ -20,26 +20,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from core.data.rows import Numbered
-from core.data.stream import Cursor, RowStream
+from core.data.stream import Cursor
 from core.spec.axes.batching import Packed
 from core.spec.axes.data import RowFormat
 from core.spec.job import JobSpec
 from core.spec.run.orders import DataOrder
-from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
-from core.train.data.helpers import Helpers
 from core.train.data.loaders import Prelude, RowLoader, Shares, StepBatches
 from core.train.data.order import StepOrder, build_order
 from core.train.data.reader import refuse_mixed, refuse_rows
-from core.train.data.tokenise import TokenChunk, TokenWriter, render_rows
+from core.train.data.tokenise.blocks import MadeBlock, make_block, read_block
+from core.train.data.tokenise.chunks import TokenWriter, render_rows
+from core.train.data.tokenise.helpers import Helpers, made_ahead
+from core.train.data.tokenise.whole import dataset_of
 from core.train.data.truncate import DataReport, fitted, nothing_to_learn
 from core.train.examples.mismatched import arrange
 from core.train.render.renderer import Renderer
 
 BLOCK_ROWS = 10_000
 AHEAD_SECONDS = 2.0
-"""A block that takes longer is made ahead; a process that can do so takes some seconds to start."""
+"""A block that takes longer is made ahead; a process that can do so takes a second to start."""
 
 
 class StreamLoader:
@@ -74,7 +74,7 @@ class StreamLoader:
         self._data, self._spec, self._between, self._block_rows = data, spec, between, BLOCK_ROWS
         self._notice, self._told = notice, False
         began = time.monotonic()
-        rows, end, formats = _read(data, None, self._block_rows, between)
+        rows, end, formats = read_block(data, None, self._block_rows, between)
         refuse_mixed(formats)
         refuse_rows(spec.stage, min(formats))
         self.format: RowFormat = min(formats)
@@ -82,8 +82,8 @@ class StreamLoader:
         writer = render_rows(rows, self.renderer, lambda _: between())
         slow = time.monotonic() - began >= AHEAD_SECONDS
         self._helpers = Helpers(1, self.renderer.options, model_dir) if slow and model_dir is not None else None
-        self._ahead: Future[_Made] | None = None
-        self._block = self._first(_Made(writer.chunk(), end, False, formats))
+        self._ahead: Future[MadeBlock] | None = None
+        self._block = self._first(MadeBlock(writer.chunk(), end, False, formats))
 
     @property
     def report(self) -> DataReport:
@@ -138,7 +138,7 @@ class StreamLoader:
         if self._ahead is not None:
             self._ahead.cancel()
             self._ahead = None
-        made = _made(self._data, place.start, self._block_rows, self.renderer, self._between)
+        made = make_block(self._data, place.start, self._block_rows, self.renderer, self._between)
         block, _ = self._taken(made, place)
         if block is None:
             raise ValueError("the rows of its block have nothing to learn any more: they are other rows")
@@ -147,7 +147,7 @@ class StreamLoader:
 
     # --- blocks --------------------------------------------------------------------------------------
 
-    def _first(self, made: _Made) -> _Block:
+    def _first(self, made: MadeBlock) -> _Block:
         """The first block with something to learn, given the very first one."""
         place, longest = _Place(0, 0, 0, None), 0
         while True:
@@ -169,26 +169,26 @@ class StreamLoader:
                 end = made.end
             self._block = block
 
-    def _made_behind(self, place: _Place, end: Cursor | None) -> tuple[_Place, _Made]:
+    def _made_behind(self, place: _Place, end: Cursor | None) -> tuple[_Place, MadeBlock]:
         """The block behind the one at `place`, which ends at `end`; its first step is the one that `place` has."""
         if self._ahead is not None and self._helpers is not None:
             made = self._helpers.result(self._ahead, self._between)
         else:
-            made = _made(self._data, end, self._block_rows, self.renderer, self._between)
+            made = make_block(self._data, end, self._block_rows, self.renderer, self._between)
         epoch, start = (place.epoch + 1, None) if made.anew else (place.epoch, end)
         return _Place(place.number + 1, epoch, place.first_step, start), made
 
-    def _taken(self, made: _Made, place: _Place) -> tuple[_Block | None, DataReport]:
+    def _taken(self, made: MadeBlock, place: _Place) -> tuple[_Block | None, DataReport]:
         """A block, or None where no row has anything to learn; and the next one begun."""
         refuse_mixed(made.formats | {self.format})
         writer = TokenWriter()
         writer.extend(made.part)
         limit = self._spec.training.max_length
-        whole = arrange(writer.dataset(), self._spec.stage, self._spec.training.seed + place.number)
+        whole = arrange(dataset_of(writer), self._spec.stage, self._spec.training.seed + place.number)
         dataset, report = fitted(self._spec, whole)
         report.cut_prompts = writer.cut_prompts
         if self._helpers is not None:
-            self._ahead = self._helpers.submit(_made_ahead, self._data, made.end, self._block_rows)
+            self._ahead = self._helpers.submit(made_ahead, self._data, made.end, self._block_rows)
         if not len(dataset):
             self._tell_skipped(report, limit)
             return None, report
@@ -212,48 +212,6 @@ def order_of(spec: JobSpec, block: TokenDataset, number: int, *, rank: int = 0, 
     text = f"block {spec.training.seed} {number}"
     order.seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return order
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """The tokens of a block, on their way between processes."""
-
-    part: TokenChunk
-    end: Cursor | None
-    anew: bool
-    """The stream had come to its end and begins anew with this block."""
-    formats: set[RowFormat]
-    """Formats of its rows."""
-
-
-def _made(
-    data: DataOrder, start: Cursor | None, count: int, renderer: Renderer, between: Callable[[], None] = lambda: None
-) -> _Made:
-    rows, end, formats = _read(data, start, count, between)
-    if anew := not rows:
-        rows, end, formats = _read(data, None, count, between)
-    return _Made(render_rows(rows, renderer, lambda _: between()).chunk(), end, anew, formats)
-
-
-def _made_ahead(data: DataOrder, start: Cursor | None, count: int) -> _Made:
-    """In a helper."""
-    return _made(data, start, count, helpers.renderer())
-
-
-def _read(
-    data: DataOrder, start: Cursor | None, count: int, between: Callable[[], None]
-) -> tuple[list[Numbered], Cursor | None, set[RowFormat]]:
-    """So many rows from a cursor on, the cursor behind them, and their formats."""
-    stream = RowStream(data)
-    rows: list[Numbered] = []
-    end = start
-    for cursor, numbered in stream.rows(start):
-        between()
-        rows.append(numbered)
-        end = cursor
-        if len(rows) == count:
-            break
-    return rows, end, stream.formats()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,8 @@ from typing import Any
 from core.spec.run.orders import DataOrder, RunOrder
 from core.train.data.cache import TokenCache, TokenisedRows
 from core.train.data.reader import count_of, refuse_rows, rows_of
-from core.train.data.tokenise import (
-    PARALLEL_ROWS,
-    RowFault,
-    processes_for,
-    render_rows,
-    render_rows_in_parallel,
-)
+from core.train.data.tokenise.chunks import RowFault, render_rows
+from core.train.data.tokenise.whole import PARALLEL_ROWS, dataset_of, processes_for, render_rows_in_parallel
 from core.train.render.renderer import Renderer, renderer_of
 
 OnRows = Callable[[int, int | None], None]
@@ -46,8 +41,8 @@ class TokenReader:
         self._cache = None if order.cache_dir is None else TokenCache(Path(order.cache_dir))
 
     def read(self, data: DataOrder, renderer: Renderer | None = None, *, listing: bool = False) -> Read:
-        """`renderer`: that of the training rows, for the held-out ones. `listing`: see tokenise.render_rows. DataError,
-        SpecError, HelperKilled."""
+        """`renderer`: that of the training rows, for the held-out ones. `listing`: see `render_rows`.
+        DataError, SpecError, HelperKilled."""
         if self._cache is None:
             return self._made(data, renderer, listing)
         source = self._cache.source_key(data)
@@ -82,4 +77,4 @@ class TokenReader:
             )
         else:
             writer = render_rows(rows, ours, lambda done: self._told(done, total), listing=listing)
-        return Read(TokenisedRows(writer.dataset(), row_format, writer.cut_prompts, writer.rows), ours, writer.faults)
+        return Read(TokenisedRows(dataset_of(writer), row_format, writer.cut_prompts, writer.rows), ours, writer.faults)

@@ -127,7 +127,8 @@ def _preview(args: argparse.Namespace) -> dict[str, Any]:
     )
     with importing():
         from core.train.data.preview import preview  # slow: torch and transformers
-        from core.train.model.load import load_tokenizer, quiet
+        from core.train.model.load import quiet
+        from core.train.vocabulary.tokenizer import load_tokenizer
 
     quiet()
     found = preview(order, load_tokenizer(prepared.model_dir), _tell_rows)

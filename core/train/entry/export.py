@@ -63,8 +63,9 @@ def _export(run: Any) -> None:
     from core.train.methods.qat import to_qat
     from core.train.model.build import build_model
     from core.train.model.compute import prepare_compute
-    from core.train.model.load import given_head, load_model, load_tokenizer, saved_dtype
+    from core.train.model.load import given_head, load_model, saved_dtype
     from core.train.recipe import build_stage
+    from core.train.vocabulary.tokenizer import load_tokenizer
 
     order, method = run.order, method_of(run.spec)
     rounded = run.spec.quantization if isinstance(run.spec.quantization, QAT) else None

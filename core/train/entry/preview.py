@@ -36,8 +36,9 @@ def _look(run_dir: Path, order: RunOrder) -> int:
         from core.train.base.reading import is_panic
         from core.train.data.preview import preview
         from core.train.failures import describe
-        from core.train.model.load import load_tokenizer, quiet
+        from core.train.model.load import quiet
         from core.train.vocabulary.new_tokens import require_new
+        from core.train.vocabulary.tokenizer import load_tokenizer
 
     events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout))
 

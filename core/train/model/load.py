@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a local folder: safetensors only, no code of the model."""
+"""A model from a local folder: safetensors only, no code of the model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import initialization as init
 from transformers.utils import logging
 
-from core.errors import ModelError
 from core.plan.models.headers import unreadable
 from core.plan.models.shape import Shape
 from core.spec.axes.stage import Head
@@ -30,14 +29,6 @@ ENDINGS: dict[Head, str] = {
 """Endings of the names of transformers' classes with a head."""
 SMALL = 1 << 20
 """Parameters that fit into any memory."""
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """ModelError when transformers cannot read it."""
-    if not folder.is_dir():
-        raise ModelError(f"there is no folder {folder}", field="model")
-    with reading("the model's tokenizer"):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def given_head(folder: Path, wanted: Head) -> Head:
@@ -120,11 +111,6 @@ def count_parameters(model: nn.Module) -> int:
     """Count the parameters of a model; packed weights count as the weights they stand for."""
     packed = [m for m in model.modules() if isinstance(m, nn.Linear) and "weight" not in m._parameters]
     return sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for m in packed)
-
-
-def pad_token(tokenizer: Any) -> int:
-    """The token that rows are padded with; what it is makes no difference, since no token sees it."""
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def saved_dtype(folder: Path) -> torch.dtype:

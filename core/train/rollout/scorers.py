@@ -31,13 +31,14 @@ from core.train.data.dataset import TokenDataset
 from core.train.logits import scores_at
 from core.train.model.as_trained import load_as_trained
 from core.train.model.heads import head_name, head_of_model, pad_token_of, with_head
-from core.train.model.load import context_length, load_model, load_tokenizer, pad_token
+from core.train.model.load import context_length, load_model
 from core.train.model.placement import Placement
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer, renderer_of
 from core.train.rollout.sandboxed.programs import AnsweredPrompt, Value
 from core.train.run import Run
 from core.train.vocabulary.rows import grow
+from core.train.vocabulary.tokenizer import load_tokenizer, pad_token
 
 HEAD = "score"
 """Name of the head in transformers' classes over causal models. The heads of encoders, which see padding, have

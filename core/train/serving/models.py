@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from core.spec.serving.request import ServedAdapter
-from core.train.model.load import load_tokenizer
 from core.train.serving.lane import adapter_name
 from core.train.session.faults import BadOperation
 from core.train.session.resident import ResidentBase
 from core.train.session.shelf import method_of
+from core.train.vocabulary.tokenizer import load_tokenizer
 
 WEIGHTS = "weights.safetensors"
 """File of a checkpoint with what was trained."""

@@ -31,7 +31,6 @@ from core.train.generation.generator import LastLogits
 from core.train.generation.sampling import SamplingParams
 from core.train.generation.slots import slot_attention
 from core.train.model.compute import prepare_compute
-from core.train.model.load import load_tokenizer
 from core.train.run import Run
 from core.train.serving.answer import LiveAnswer, TextStream
 from core.train.serving.lane import Lane, Piece, key_of
@@ -40,6 +39,7 @@ from core.train.serving.models import ServedModels
 from core.train.serving.prompts import prompt_of, stop_tokens
 from core.train.session.faults import BadOperation
 from core.train.session.resident import ResidentBase
+from core.train.vocabulary.tokenizer import load_tokenizer
 
 LOOK_SECONDS = 0.1
 """How often a child that waits looks whether it was asked to leave."""

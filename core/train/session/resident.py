@@ -23,9 +23,10 @@ from core.train.methods.lora import leave_inputs, lora_config
 from core.train.model.build import build_base
 from core.train.model.compute import Compute
 from core.train.model.gemm_limits import pad_ranks, split_matmuls
-from core.train.model.load import context_length, load_model, pad_token
+from core.train.model.load import context_length, load_model
 from core.train.run import Run
 from core.train.session.faults import BadOperation, reading
+from core.train.vocabulary.tokenizer import pad_token
 
 _PREFIX = "session_"
 """Begins PEFT's name of an adapter, so that no name is an attribute of PEFT's containers."""

@@ -36,7 +36,6 @@ from core.train.failures import describe
 from core.train.generation.sampling import Completion
 from core.train.kernels.float32 import through_float32
 from core.train.model.compute import Compute, prepare_compute
-from core.train.model.load import load_tokenizer
 from core.train.ranks.env import RankEnv
 from core.train.ranks.last_word import tell_launcher
 from core.train.run import Run
@@ -49,6 +48,7 @@ from core.train.session.sampling import SharedSampler
 from core.train.session.shelf import RESIDENT, Shelf
 from core.train.session.snapshots import load_snapshot, write_snapshot
 from core.train.session.verbs import SessionVerbs
+from core.train.vocabulary.tokenizer import load_tokenizer
 
 LOOK_SECONDS = 0.2
 """How often a waiting child looks whether it was asked to leave."""

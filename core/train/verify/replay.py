@@ -33,11 +33,12 @@ from core.train.methods.lora import adapt_lora
 from core.train.methods.oft import adapt_oft
 from core.train.model.compute import prepare_compute
 from core.train.model.heads import TASKS, has_head, head_name, head_of_model, pad_token_of, with_head
-from core.train.model.load import given_head, load_model, load_tokenizer
+from core.train.model.load import given_head, load_model
 from core.train.run import Run
 from core.train.verify.columns import columns
 from core.train.verify.peer import EXTRA, Replay
 from core.train.vocabulary.new_tokens import NEW
+from core.train.vocabulary.tokenizer import load_tokenizer
 
 BALANCED = ("sft", "cpt", "dpo", "kto")
 """Stages in which TRL adds the load-balancing loss of a mixture-of-experts model."""

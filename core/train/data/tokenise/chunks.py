@@ -1,35 +1,22 @@
-"""From rows to tokens: here, or in several processes when there are many rows."""
+"""Rows as tokens in memory, and on their way between processes. A helper process imports this, and no torch."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from core.data.rows import Numbered
 from core.errors import EftError
-from core.train.data import helpers
-from core.train.data.dataset import TokenDataset
-from core.train.data.helpers import Helpers
-from core.train.data.truncate import DataReport, Truncation, truncate
 from core.train.examples.example import Example, example_of, examples_of
-from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 
 CHUNK = 64
 """Rows of one call into the tokenizer."""
-PARALLEL_ROWS = 30_000
-"""Rows from which on processes of their own pay: each takes some seconds of processor time to start."""
-PARALLEL_CHUNK = 512
 
 
 class RowFault(NamedTuple):
@@ -127,37 +114,23 @@ class TokenWriter:
             self.faults,
         )
 
-    def dataset(self) -> TokenDataset:
+    def arrays(self) -> dict[str, Any]:
+        """What a TokenDataset is made of (core/train/data/dataset.py), by its names."""
         ends = np.array(self._ends, dtype=np.int64)
-        return TokenDataset(
-            _array(self._ids, np.int32),
-            _array(self._learned, np.bool_),
-            np.concatenate([np.zeros(1, dtype=np.int64), ends])[:-1],
-            ends,
-            np.array(self._lines, dtype=np.int64),
-            sequences=self._sequences,
-            values={name: _array(values, np.float32) for name, values in self._values.items()},
-            token_values={name: _array(values, np.float32) for name, values in self._token_values.items()},
-        )
+        return {
+            "ids": _array(self._ids, np.int32),
+            "learned": _array(self._learned, np.bool_),
+            "starts": np.concatenate([np.zeros(1, dtype=np.int64), ends])[:-1],
+            "ends": ends,
+            "lines": np.array(self._lines, dtype=np.int64),
+            "sequences": self._sequences,
+            "values": {name: _array(values, np.float32) for name, values in self._values.items()},
+            "token_values": {name: _array(values, np.float32) for name, values in self._token_values.items()},
+        }
 
 
 def _array(buffer: Any, kind: Any) -> Any:
     return np.frombuffer(buffer, dtype=kind) if len(buffer) else np.empty(0, dtype=kind)
-
-
-def tokenise(
-    rows: Iterable[Numbered],
-    renderer: Renderer,
-    max_length: int,
-    between: Callable[[], None] = lambda: None,
-    *,
-    truncation: Truncation = "cut_right",
-) -> tuple[TokenDataset, DataReport]:
-    """Render and truncate. DataError when no row has anything to learn. `between` runs now and then."""
-    writer = render_rows(rows, renderer, lambda _: between())
-    dataset, report = truncate(writer.dataset(), max_length, truncation)
-    report.cut_prompts = writer.cut_prompts
-    return dataset, report
 
 
 def render_rows(
@@ -178,50 +151,10 @@ def render_rows(
     return writer
 
 
-def render_rows_in_parallel(
-    rows: Iterable[Numbered],
-    options: RenderOptions,
-    model_dir: Path,
-    processes: int,
-    between: Callable[[int], None],
-    *,
-    listing: bool = False,
-) -> TokenWriter:
-    """The same tokens in the same order from several processes, while this one reads the rows. HelperKilled."""
-    writer = TokenWriter()
-    pool = Helpers(processes, options, model_dir)
-    waiting: deque[Future[TokenChunk]] = deque()
-
-    def take() -> None:
-        writer.extend(pool.result(waiting.popleft(), lambda: between(writer.rows)))
-
-    try:
-        for chunk in chunks(rows, PARALLEL_CHUNK):
-            waiting.append(pool.submit(_rendered, chunk, listing))
-            if len(waiting) > 2 * processes:
-                take()
-        while waiting:
-            take()
-    finally:
-        pool.close()
-    return writer
-
-
-def processes_for(rows: int) -> int:
-    """How many processes so many rows are worth; 1: this one."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else (os.cpu_count() or 1)
-    return min(cores, 16) if rows >= PARALLEL_ROWS else 1
-
-
 def chunks(rows: Iterable[Numbered], size: int) -> Iterator[list[Numbered]]:
     source = iter(rows)
     while chunk := list(itertools.islice(source, size)):
         yield chunk
-
-
-def _rendered(rows: list[Numbered], listing: bool) -> TokenChunk:
-    """In a helper."""
-    return render_rows(rows, helpers.renderer(), listing=listing).chunk()
 
 
 def _render(chunk: Sequence[Numbered], renderer: Renderer, writer: TokenWriter, listing: bool) -> None:
