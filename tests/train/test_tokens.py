@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from core import caches
 from core.data.rows import Numbered, PromptCompletion
@@ -227,6 +229,15 @@ def test_several_processes_give_the_same_tokens(tiny_dir: Path) -> None:
         assert np.array_equal(getattr(dataset_of(alone), name), getattr(dataset_of(together), name)), name
     assert (alone.cut_prompts, alone.rows) == (together.cut_prompts, together.rows)
     assert told == sorted(told) and told[-1] > 0
+
+
+def test_no_tokenizer_of_transformers_needs_torch() -> None:
+    """A process that makes tokens of rows hides torch from it: what it may import there has to ask for torch first."""
+    folder = Path(transformers.__file__).parent
+    names = ("models/*/tokenization_*.py", "models/*/configuration_*.py", "tokenization_*.py", "configuration_utils.py")
+    modules = [path for name in names for path in folder.glob(name)]
+    needing = [path for path in modules if re.search(r"^(import|from) torch\b", path.read_text(encoding="utf-8"), re.M)]
+    assert len(modules) > 500 and not needing
 
 
 def test_a_helper_that_the_kernel_kills_is_told_as_want_of_memory(tiny_dir: Path) -> None:
