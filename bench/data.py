@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench import process
 from bench.report import compare, finish, in_turn, show
 from core.train.__main__ import before_torch
 
@@ -277,9 +277,10 @@ def main() -> None:
     quiet()
     bench = Bench(options.data, options.layers)
     if options.peak is not None:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        process.reset_peak()
+        before = process.resident()
         bench.train(options.peak, widest=True)
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+        print(process.peak() - before)
         return
 
     lengths = bench.dataset.lengths

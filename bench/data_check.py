@@ -28,11 +28,11 @@ weather tomorrow morning remind me to call milk order train at seven late readin
 PEAK = """
 import resource, sys
 from pathlib import Path
+from bench import process
 from core.data.check import check_file
 report = check_file(Path(sys.argv[1]))
 assert report.ok, report.faults
-own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-print(own / 1024, children / 1024)
+print(process.peak() / 2**20, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
 """
 
 

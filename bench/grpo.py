@@ -33,7 +33,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench import wheel
+from bench import process, wheel
 from bench.grpo_sums import LIMIT, Sums, tune
 from bench.qlora import Tee
 from bench.report import compare, finish, hardware, show
@@ -133,25 +133,16 @@ class Watch:
     def memory(self) -> Iterator[None]:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the highest point is counted from here on
-        before = _status("VmRSS")
+        process.reset_peak()
+        before = process.resident()
         yield
-        self.used.memory = (_status("VmHWM") - before) / 1024
+        self.used.memory = (process.peak() - before) / 2**20
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         began = time.process_time()
         yield
         self.used.seconds += time.process_time() - began
-
-
-def _status(name: str) -> int:
-    """KiB."""
-    return next(
-        int(line.split()[1])
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith(f"{name}:")
-    )
 
 
 def lengths_reward(completions: Sequence[str]) -> list[float]:

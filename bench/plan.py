@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import process
 from bench.report import finish, hardware
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def measure(work: Path, combination: Combination, account: bool) -> dict[str, An
 
 def _measured(work: Path, combination: Combination, account: bool) -> dict[str, Any]:
     _run(work, combination, small=True)
-    before = _resident()
+    before = process.resident()
     found = _run(work, combination, small=False, account=account)
     high = {name: value - before for name, value in found.pop("high").items()}
     return found | {"peak": max(high.values()), **high}
@@ -196,8 +197,8 @@ def _run(work: Path, combination: Combination, *, small: bool, account: bool = F
     data = TokenDataset(ids.astype(np.int32), np.ones(len(ids), dtype=np.bool_), ends - longest, ends, np.arange(many))
     gc.collect()
     high = {}
-    loaded = _resident()
-    _reset()
+    loaded = process.resident()
+    process.reset_peak()
     live: Any = _account(engine, built) if account else None
     for _ in range(1 if small else STEPS):
         for _ in range(spec.training.gradient_accumulation_steps):
@@ -205,11 +206,11 @@ def _run(work: Path, combination: Combination, *, small: bool, account: bool = F
             engine.backward(engine.forward(batch, stage.loss, {"label_tokens": batch.label_tokens}).total)
             del batch
         engine.step()
-    high["steps"] = _high()
-    _reset()
+    high["steps"] = process.peak()
+    process.reset_peak()
     if combination.eval_rows and not small:
         evaluate(engine, stage, eval_batches(data, combination.eval_rows, 0, most_tokens=rows * longest))
-        high["evaluation"] = _high()
+        high["evaluation"] = process.peak()
     if live is not None:
         live.__exit__(None, None, None)
     for each in (built.streamed, built.offload, built.inputs):
@@ -234,23 +235,6 @@ def _account(engine: Any, built: Any) -> Any:
     live = LiveBytes(held, but)
     live.__enter__()  # type: ignore[no-untyped-call]
     return live
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def _resident() -> int:
-    return _status("VmRSS")
-
-
-def _high() -> int:
-    return _status("VmHWM")
-
-
-def _reset() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 # --- in the parent ---------------------------------------------------------------------------------------

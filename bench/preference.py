@@ -37,7 +37,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench import wheel
+from bench import process, wheel
 from bench.qlora import Tee
 from bench.report import compare, finish, show
 from core.train.__main__ import before_torch
@@ -132,24 +132,19 @@ class Memory:
             self._base = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         else:
-            self._base = _status("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+            self._base = process.resident()
+            process.reset_peak()
 
     def end(self) -> int:
         import torch
 
-        return (torch.cuda.max_memory_allocated() if self._cuda else _status("VmHWM")) - self._base
+        return (torch.cuda.max_memory_allocated() if self._cuda else process.peak()) - self._base
 
 
 def on_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
 def ours(options: argparse.Namespace) -> dict[str, float]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import process
 from bench.qlora_models import vocabulary_of
 from bench.qlora_peers import Missing, Shape, batches, build
 
@@ -50,11 +51,11 @@ def memory_of(name: str, folder: Path, shape: Shape) -> dict[str, float]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is in use
-    loaded = torch.cuda.memory_allocated() if on_gpu else _status("VmRSS")
+        process.reset_peak()
+    loaded = torch.cuda.memory_allocated() if on_gpu else process.resident()
     for batch in ids:
         step(batch)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else _status("VmHWM")
+    peak = torch.cuda.max_memory_allocated() if on_gpu else process.peak()
     return {"loaded": loaded / 2**20, "over_load": (peak - loaded) / 2**20}
 
 
@@ -64,13 +65,6 @@ def _touch() -> None:
         if isinstance(thing, Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
             storage = torch.empty(0, dtype=torch.uint8).set_(thing.detach().untyped_storage())
             storage[:: os.sysconf("SC_PAGE_SIZE")].sum()
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
 
 
 def memory_in_child(name: str, arguments: argparse.Namespace) -> dict[str, float]:
