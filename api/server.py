@@ -106,6 +106,7 @@ def main() -> None:
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=connections.IDLE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
         h11_max_incomplete_event_size=64 << 10,
     )

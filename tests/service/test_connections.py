@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import http.client
 import os
 import socket
 import time
@@ -86,6 +87,15 @@ def test_connections_without_a_request_stop_nobody(start_api: StartApi) -> None:
             wait_for(lambda: all(map(is_cut, [*idle, *begun])), 60, "all of them to be cut")
         assert api.log_file.stat().st_size < 1 << 20
         assert api.http.get("/me").status_code == 200
+
+
+def test_a_connection_outlasts_those_that_clients_keep(api: Api) -> None:
+    """httpx asks again on one for five seconds: a request that meets its end has no answer."""
+    with contextlib.closing(http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=60)) as one:
+        for seconds in (6, 0):
+            one.request("GET", "/healthz")  # on the connection of the one before, or RemoteDisconnected
+            assert one.getresponse().read() == b'{"status":"ok"}'
+            time.sleep(seconds)
 
 
 class Waiting(Connection):

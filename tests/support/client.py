@@ -96,6 +96,8 @@ class Cutter:
                     if not data:
                         return
                     (far if ready is near else near).sendall(data)
+                    if left == 0:  # the rest may have come in the same piece: nothing more would arrive
+                        return
 
     def close(self) -> None:
         self._server.shutdown(socket.SHUT_RDWR)
