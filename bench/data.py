@@ -256,8 +256,8 @@ def _chat(asked: str, answered: str) -> list[dict[str, str]]:
 
 
 def peak_bytes(arguments: list[str], arm: str) -> float:
-    """Peak resident memory of a process that trains on an arm's widest batch, over that of one that only makes the
-    model."""
+    """Peak resident memory of a process that trains on an arm's widest batch, over what it holds once the model is
+    made."""
     command = [sys.executable, "-m", "bench.data", *arguments, "--peak", arm]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 

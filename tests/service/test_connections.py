@@ -90,7 +90,7 @@ def test_connections_without_a_request_stop_nobody(start_api: StartApi) -> None:
 
 
 def test_a_connection_outlasts_those_that_clients_keep(api: Api) -> None:
-    """httpx asks again on one for five seconds: a request that meets its end has no answer."""
+    """httpx reuses one for five seconds. Were it closed here at that moment, a request would get no answer."""
     with contextlib.closing(http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=60)) as one:
         for seconds in (6, 0):
             one.request("GET", "/healthz")  # on the connection of the one before, or RemoteDisconnected
