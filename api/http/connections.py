@@ -31,9 +31,9 @@ log = logging.getLogger("eft.api.connections")
 HEAD_SECONDS = 10.0
 """For the head of a request, from its first byte on; for that first byte of a new connection as long."""
 IDLE_SECONDS = 75
-"""Between two requests of a connection. Clients keep idle connections too: httpx, which eft's client and the public SDKs
-use, for 5 seconds, nginx for 60. This is longer, because a request sent while its connection is being closed gets no
-answer."""
+"""Between two requests of a connection. Clients keep idle connections too: httpx, which eft's client and the public
+SDKs use, for 5 seconds, nginx for 60. This is longer, because a request sent while its connection is being closed gets
+no answer."""
 UNREAD_SECONDS = 120.0
 """For a peer to take something of what was sent."""
 OTHER_DESCRIPTORS = 256
