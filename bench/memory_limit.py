@@ -24,6 +24,7 @@ from bench.memory_ids import ids_of
 from bench.qlora_models import SHAPES, vocabulary_of
 from core.plan.models.headers import read_header
 from core.train.failures import is_out_of_memory
+from tests.support.status import status_bytes
 
 STEPS, TOKENS, RANK = 2, 64, 4
 
@@ -62,11 +63,6 @@ def _bytes_of(folder: Path) -> tuple[int, int]:
     return blocks, outside + trained + blocks // 10
 
 
-def _data_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-
-
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
     _warm(device)
@@ -75,7 +71,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.limit / whole), device)
     elif args.limit:
-        most = _data_bytes() + args.limit
+        most = status_bytes("VmData") + args.limit
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
         each = contender(args.how, args.folder, device, None, args.cache, slots=2, r=RANK)

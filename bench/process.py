@@ -1,28 +1,22 @@
-"""Memory of this process by the kernel's count (proc_pid_status(5)).
-
-Not ru_maxrss: in a process that was started by vfork and exec it begins with what the starting process has in memory.
-"""
+"""Memory of this process: now, at its most, and the most counted anew."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support.status import status_bytes
+
 
 def resident() -> int:
     """Bytes now."""
-    return _status("VmRSS")
+    return status_bytes("VmRSS")
 
 
 def peak() -> int:
     """The most bytes so far."""
-    return _status("VmHWM")
+    return status_bytes("VmHWM")
 
 
 def reset_peak() -> None:
     """Count the peak anew, from what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -24,6 +24,7 @@ import pytest
 from api.app import create_app
 from core.settings import Settings
 from core.storage.layout import Layout
+from tests.support.status import status_bytes
 
 CHAT = b'{"messages": [{"role": "user", "content": "on"}, {"role": "assistant", "content": "lamp.on"}]}\n'
 PAIR = b'{"prompt": "off", "completion": "lamp.off"}\n'
@@ -360,20 +361,14 @@ def test_the_rows_are_what_was_sent(api: Any) -> None:
 def test_a_large_upload_takes_no_memory(api: Any) -> None:
     row = json.dumps({"text": "x" * 1000}).encode() + b"\n"
     data = row * 48_000
-    process = Path(f"/proc/{api.process.pid}")
-
-    def memory(which: str) -> int:
-        line = next(line for line in (process / "status").read_text().splitlines() if line.startswith(which))
-        return int(line.split()[1]) >> 10
-
     for reply_of in (
         lambda: api.http.post("/files", params={"filename": "a"}, content=data, headers=JSONL),
         lambda: api.http.post("/files", files={"file": ("a", data)}),
     ):
-        (process / "clear_refs").write_text("5")  # the peak counts from here
-        before = memory("VmRSS")
+        Path(f"/proc/{api.process.pid}/clear_refs").write_text("5")  # the peak counts from here
+        before = status_bytes("VmRSS", api.process.pid) >> 20
         assert reply_of().status_code == 201
-        assert memory("VmHWM") - before < 24, "MiB, for a file of 46"
+        assert (status_bytes("VmHWM", api.process.pid) >> 20) - before < 24, "MiB, for a file of 46"
 
 
 @pytest.mark.both_databases

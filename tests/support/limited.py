@@ -14,10 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-
-def data_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+from tests.support.status import status_bytes
 
 
 def largest_mappings(least: int = 2**22) -> list[str]:
@@ -37,12 +34,12 @@ def limit_memory(more: int) -> list[Any]:
     import torch
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes(), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData"), hard))
     filled = list[Any]()
     with suppress(MemoryError, RuntimeError):
         while True:
             filled.append(torch.empty(2**18, dtype=torch.uint8))
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + more, hard))
     return filled
 
 
@@ -57,9 +54,13 @@ def limited_runs(folder: Path, limit: int) -> dict[str, int]:
             code = 99
             try:
                 filled = limit_memory(limit) if name != "free" else []
-                began = data_bytes()
+                began = status_bytes("VmData")
                 code = run(folder / name)
-                print(f"{name}: {(data_bytes() - began) >> 20} MiB more than before;", *largest_mappings(), flush=True)
+                print(
+                    f"{name}: {(status_bytes('VmData') - began) >> 20} MiB more than before;",
+                    *largest_mappings(),
+                    flush=True,
+                )
                 del filled
             finally:
                 os._exit(code)

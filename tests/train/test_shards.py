@@ -24,15 +24,14 @@ from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.export.in_files import FusedInFiles
 from core.train.export.merge import merged_tensors, write_merged
 from core.train.model.load import load_model
+from tests.support.status import status_bytes
 
 
 @contextmanager
 def room(more: int) -> Iterator[None]:
     """Within, the process gets so many bytes more of the kernel."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (used + more, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + more, hard))
     try:
         yield
     finally:
@@ -62,19 +61,14 @@ def fits(more: int, work: Callable[[], object]) -> bool:
 
 def grown_by(work: Callable[[], object]) -> int:
     """Bytes of memory of its own that what `work` makes takes, in a fork; what lies in files is not counted."""
-
-    def own() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be taken again without growing
-            before = own()
+            before = status_bytes("RssAnon")
             made = work()
-            os.write(theirs, str(own() - before).encode())
+            os.write(theirs, str(status_bytes("RssAnon") - before).encode())
             del made
         finally:
             os._exit(0)

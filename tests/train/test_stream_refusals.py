@@ -28,6 +28,7 @@ from core.train.memory.transfer.pinned import PinnedRefused
 from core.train.recipe import run
 from tests.support import tiny_model
 from tests.support.blocks import CPU
+from tests.support.status import status_bytes
 from tests.support.trainer import events, pairs, write_rows, write_run
 from worker.attempt.outcome import read
 
@@ -45,10 +46,8 @@ def told(error: EftError, code: str, field: str, way_out: str) -> None:
 def limited(limit: int, more: int) -> Iterator[None]:
     """Within, this process may take `more` bytes beside what it has: a real limit of the kernel's."""
     soft, hard = resource.getrlimit(limit)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    of = {resource.RLIMIT_DATA: "VmData:", resource.RLIMIT_MEMLOCK: "VmLck:"}[limit]
-    now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith(of))
-    resource.setrlimit(limit, (now + more, hard))
+    of = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_MEMLOCK: "VmLck"}[limit]
+    resource.setrlimit(limit, (status_bytes(of) + more, hard))
     try:
         yield
     finally:

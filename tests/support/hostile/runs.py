@@ -32,6 +32,7 @@ from core.spec.run.exit_codes import EXIT_FAILED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import DataOrder, MemoryLimit, PrepareOrder, RunOrder
 from tests.support.hostile.cases import Case, chosen
+from tests.support.status import status_bytes
 from tests.support.trainer import chats, events, write_rows
 from worker.attempt import outcome
 from worker.attempt.attempt import LAST_WORDS
@@ -73,14 +74,8 @@ def take(case: Case, tiny: Path, work: Path) -> None:
     except BaseException:
         told.escaped = traceback.format_exc()
     told.seconds = time.process_time() - began
-    told.peak = _peak()
+    told.peak = status_bytes("VmHWM")
     (work / "told.json").write_text(json.dumps(asdict(told)))
-
-
-def _peak() -> int:
-    """The most bytes that this process has had in memory. Its ru_maxrss may begin with the starting process's."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
 
 
 def order(model: Path, work: Path) -> RunOrder:
